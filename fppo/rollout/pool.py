@@ -126,9 +126,9 @@ class _RolloutWork:
 class EnginePool:
     """Several engines as one: each of the `groups` has an engine, of which `make(group)` returns the handle.
 
-    Weights of the asked version go to the engines that hold others, and each engine confirms a digest of every tensor
-    before it answers requests of at most `rows` rows, or of one prompt. An engine that dies is started again in its
-    group while the others answer for it, at most `restarts` times over all engines. `names` are those of the
+    Weights of the asked version are sent to engines that hold other weights, and each engine confirms a digest of every
+    tensor before it answers requests of at most `rows` rows, or of one prompt. An engine that dies is started again in
+    its group while the others answer for it, at most `restarts` times over all engines. `names` are those of the
     parameters. An engine gets them on its device or, with `on_host`, in host memory, if it makes its own copies.
 
     Use it in a `with`. `generate` raises GroupDied once all engines are gone, SyncError if an engine does not hold what

@@ -81,7 +81,7 @@ class OpenRow:
 
     @property
     def owner(self) -> str | None:
-        """The owner whose turn for a place it waits for."""
+        """The owner of the row; owners get places in turn."""
         return self.request.adapter if self.request.owner is None else self.request.owner
 
     @property

@@ -1,4 +1,4 @@
-"""Log-probs of a request beside those of its draws: of its prompt, of the likeliest tokens, of any targets.
+"""Log-probs that a request reports beside those of its draws: of its prompt, of the likeliest tokens, of any targets.
 
 All are under softmax(logits), without temperature, top-k or top-p. Logits are computed for some positions at a time, so
 that memory does not grow with the prompt.

@@ -23,7 +23,7 @@ class States:
         self._cache = DynamicCache(config=model.config if model.stateful else None)
 
     def __call__(self, mixer: Mixer, hidden: Tensor) -> Any:
-        """Run a mixer on rows of tokens [R, S, H] that go on from these states."""
+        """Run a mixer on rows of tokens [R, S, H] that continue from these states."""
         return mixer(hidden, self._cache)
 
     def take_(self, index: Tensor) -> States:

@@ -204,7 +204,7 @@ def form_of(tokenizer: Any, reader: ReadTurn, options: ChatOptions = PLAIN) -> C
 def _turn_of(
     tokenizer: Any, options: ChatOptions, arguments: Mapping[str, Any], content: str = ""
 ) -> tuple[str, str] | None:
-    """A prompt, and the text of a turn behind it that is a call; None if the template writes no such turn there."""
+    """A prompt, and the text of a turn after it that is a call; None if the template writes no such turn there."""
     asked = [{"role": "user", "content": "x"}]
     call = {"id": "call00000", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
     said = {"role": "assistant", "content": content, "tool_calls": [call]}

@@ -18,7 +18,7 @@ from typing import cast
 from fppo.serve.app import App, Receive, Scope, Send
 
 _log = logging.getLogger("fppo.serve")
-_AT_ONCE = 16  # connections that are accepted before others are read from
+_AT_ONCE = 16  # connections that are accepted at a time, before others are read
 _AGAIN = 1.0  # seconds until accepting is tried again after it failed
 _HEAD_BYTES = 1 << 20  # the most bytes that may come before a request's head is complete
 _SPARE = 64  # descriptors that are left to everything else

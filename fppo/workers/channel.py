@@ -1,7 +1,7 @@
 """Messages between a pool and its processes, over sockets that user code may find among its descriptors.
 
 Each message begins with a secret and carries a digest, so that what somebody else writes there is noticed at once, and
-nothing of it is unpickled. The pool's end never waits: a message that comes in part is no message yet.
+nothing of it is unpickled. The pool's end never waits: an incomplete message is kept until the rest comes.
 """
 
 from __future__ import annotations

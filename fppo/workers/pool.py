@@ -1,7 +1,7 @@
 """Worker processes that can be killed: a sample that hangs costs its time limit and a new process, nothing else.
 
-Pebble's ProcessPool kills what is overdue too, but its time limit is that of a whole task, whose results come together:
-a chunk loses all its samples with the one that hangs, and coroutines run one by one. It sends the function with every
+Pebble's ProcessPool kills overdue tasks too, but its time limit is for a whole task, whose results come together: a
+chunk loses all its samples with the one that hangs, and coroutines run one by one. It sends the function with every
 task instead of loading it once, and it kills the worker alone, not the processes that the function started.
 """
 

@@ -104,8 +104,8 @@ class ChatTemplate:
         return self.behind_calls and messages[0]["role"] == "tool"
 
     def _behind_a_call(self, tail: str, end: int) -> list[int]:
-        """The tokens from the special one that ends the call, without those up to `end`, if the policy sampled one of
-        them."""
+        """The tokens from the special one that ends the call, without any end tokens that the policy sampled
+        already."""
         ids = self.encoded(tail)
         first = self._first_special(ids)
         if first is None:

@@ -46,7 +46,7 @@ class Rules:
     prompt: Callable[[Sequence[Message]], Sequence[int]] | None
     prompt_tokens: int | None  # the most tokens of a prompt
     anew: bool  # each turn begins with a prompt of the conversation so far
-    said: Callable[[Reply, Sequence[int]], Message]  # the message of a turn behind these tokens
+    said: Callable[[Reply, Sequence[int]], Message]  # the message of a turn after these tokens
     failure: Failure
     on_done: Callable[[Chain], None]
 

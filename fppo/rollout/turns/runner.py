@@ -23,7 +23,7 @@ _log = logging.getLogger("fppo.rollout")
 
 
 class ToolResult(NamedTuple):
-    """A tool's result for a conversation: messages to go on after, or None to end the response."""
+    """A tool's result for a conversation: messages after which the policy continues, or None to end the response."""
 
     messages: list[Message] | None
     failed: bool = False  # the tool raised, ended its process or took too long, and this stands in

@@ -45,7 +45,7 @@ class DiedElsewhere(EngineDied):
 class HostBatch:
     """One batch of rows to generate; with `forced` [B, T], rows whose tokens are known.
 
-    `limits` are the most tokens of each row; None: `sampling.max_tokens`. The draws are those of the positions behind
+    `limits` are the most tokens of each row; None: `sampling.max_tokens`. The draws are those of the positions after
     the first `offset`. `adapter` is the number of the adapter that answers; None: the weights alone. `inputs` are the
     images of each row; None: no row has any.
     """

@@ -75,8 +75,8 @@ class _VllmRow:
 class VllmRequests:
     """`Requests` of a `VllmEngine`, on a vLLM of its own.
 
-    A request that goes on after another is sent with all tokens of its row: vLLM finds their keys and values in its
-    prefix cache, in blocks, as long as there is room for them. After an update rows are read anew. A vLLM that dies is
+    A request that continues another is sent with all tokens of its row: vLLM finds their keys and values in its prefix
+    cache, in blocks, as long as there is room for them. After an update rows are computed anew. A vLLM that dies is
     replaced, and goes on with the rows that are open.
     """
 

@@ -120,8 +120,8 @@ def _counts(config: Any, inputs: RowInputs, kind: str = "image") -> list[int]:
 
 
 def _check_positions(model: Model, inputs: RowInputs, placed: Sequence[PlacedMedia]) -> None:
-    """Raises ValueError for a row whose tokens would have other positions in vLLM: the text after a video goes on
-    behind its last time there, and in transformers behind its longer side."""
+    """Raises ValueError for a row whose tokens would have other positions in vLLM: the text after a video continues
+    from its last time there, and in transformers from its longer side."""
     assert model.vision is not None
     config: Any = model.vision.config
     if config.model_type in APART or not len(inputs.video_places):
@@ -170,8 +170,8 @@ def weight_names(model: Model) -> Rename:
 
 
 def probe_row(model: Model, words: Sequence[int], limit: int) -> tuple[list[int], RowInputs] | None:
-    """Tokens with an image of noise, and behind it a video where the model takes any, between the words; None where
-    they would be more than `limit`."""
+    """Words with an image of noise between them, and after it a video if the model takes any, as tokens; None if they
+    would be more than `limit`."""
     assert model.vision is not None
     config: Any = model.vision.config
     tower, generator = config.vision_config, Key(0).fold("image").generator()

@@ -81,7 +81,7 @@ def time_of(seconds: float) -> str:
 
 
 def folder_of(run: str) -> str:
-    """The name of a run's folder. Raises Refusal for what is no name of a run."""
+    """The name of a run's folder. Raises Refusal for a text that names no run."""
     match = _RUN.fullmatch(run)
     if match is None:
         raise Refusal(f"{printable(run, 80)!r} is no training run", status=404)

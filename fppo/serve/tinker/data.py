@@ -37,7 +37,7 @@ class TargetedRows:
 
     tokens: Tensor  # [B, S] int64: prompts padded on the left, the rest on the right
     attention_mask: Tensor  # [B, S] bool
-    response_mask: Tensor  # [B, S - P] bool: the tokens behind a prompt, which ends before the first target that counts
+    response_mask: Tensor  # [B, S - P] bool: the tokens after a prompt, which ends before the first target that counts
     row_ids: Tensor  # [B] int64: the places of the data in the request
     targets: Tensor  # [B, S, K] int64
     graded: Tensor  # [B, S] bool: where a target's log-prob has a gradient

@@ -100,7 +100,7 @@ class SnapshotVerb:
 
 @attrs.frozen(kw_only=True)
 class LoadVerb:
-    """Weights of a checkpoint to go on with, and its optimizer's state."""
+    """Weights of a checkpoint to continue from, and its optimizer's state."""
 
     path: str
     optimizer: bool
@@ -259,13 +259,13 @@ def _check_sizes(message: pb.ForwardBackwardRequest, bounds: TinkerBounds, vocab
 
 
 def pixels_of(data: bytes) -> int:
-    """The pixels of an image, by the head of its file; 0 for what is no image."""
+    """The number of pixels of an image, by the head of its file; 0 if it is no image."""
     try:
         from PIL import Image
 
         with Image.open(io.BytesIO(data)) as image:
             return image.width * image.height
-    except Exception:  # what is wrong with it, or that pillow is not there, is said where it is read
+    except Exception:  # an error, or that pillow is missing, is reported where the image is read
         return 0
 
 

@@ -82,7 +82,7 @@ class PendingRequests(NamedTuple):
 
 
 class FutureState(NamedTuple):
-    """The state of a future that somebody may read."""
+    """The state of a future."""
 
     outcome: Outcome | None  # None: the request is being worked on, or waits
 

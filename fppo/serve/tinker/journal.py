@@ -49,7 +49,7 @@ def _sum(number: int, kind: bytes, body: bytes) -> int:
 def records_of(data: bytes) -> tuple[list[JournalRecord], int]:
     """The whole records at the beginning of a log's bytes, and the number of bytes that they take.
 
-    Raises JournalError for a record that is damaged with something behind it.
+    Raises JournalError for a damaged record with more bytes after it.
     """
     view, found, place = memoryview(data), list[JournalRecord](), 0
     while place < len(data):

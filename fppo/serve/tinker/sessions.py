@@ -27,7 +27,7 @@ def owner_of(key: str) -> str:
 
 @attrs.frozen(kw_only=True)
 class ClientSession:
-    """A session of a client: whose it is, and what the client says of it."""
+    """A session of a client: its owner, and the client's description of it."""
 
     name: str
     owner: str

@@ -298,7 +298,7 @@ class TrainingRuns:
             return [name for name, held in self._held.items() if held.value is not None]
 
     def any_info(self, run: str) -> RunInfo:
-        """The description of a run, whoever's it is."""
+        """The description of a run of any owner."""
         return self._held[run].info
 
     def close(self) -> None:
