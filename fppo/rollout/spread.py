@@ -152,17 +152,17 @@ class FetchingRequests:
 
     @property
     def together(self) -> tuple[str, ...]:
-        """The same as that of the inner requests."""
+        """Implement `Requests.together`."""
         return self.inner.together
 
     @property
     def limit(self) -> int | None:
-        """The same as that of the inner requests."""
+        """Implement `Requests.limit`."""
         return self.inner.limit
 
     @property
     def counts(self) -> RequestCounts:
-        """The same as that of the inner requests."""
+        """Implement `Requests.counts`."""
         return self.inner.counts
 
     def add(self, requests: Sequence[Request]) -> None:
