@@ -1,4 +1,4 @@
-"""Environments: episodes of several turns that reward the policy, as functions of values, and adapters to others'.
+"""Environments: multi-turn episodes that reward the policy, and adapters for environments of other packages.
 
 In: data rows, seeds and the policy's turns. Out: states, messages and rewards. A worker process runs them, with a time
 limit; nothing here imports torch.

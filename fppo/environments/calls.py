@@ -1,4 +1,4 @@
-"""Calls of environments in worker processes, as functions of samples; no torch is loaded here."""
+"""Environment calls as functions of samples, for worker processes; no torch is loaded here."""
 
 from __future__ import annotations
 
@@ -23,22 +23,21 @@ CALL = "call"  # the key under which a worker's sample holds the arguments of a 
 
 
 class PlayedStep(NamedTuple):
-    """The result of a call: a step, whose state is pickled, or the failure that stands in for one."""
+    """The result of a call: a step with a pickled state, or a failure in its place."""
 
-    state: Any = ""  # as text, which only the process of the environment opens; or what else a player holds
+    state: Any = ""  # pickled, as base64, which only the environment's process loads; or any other player's own
     messages: Sequence[Message] = ()
     reward: float = 0.0
     done: bool = False
     info: Mapping[str, float] = MappingProxyType({})
     failed: bool = False  # the environment raised, ended its process or took too long
-    why: str = ""  # it failed
+    why: str = ""  # the reason of a failure
 
 
 class EnvironmentCall:
-    """An environment as worker processes call it: the arguments of a call in a sample, its result as JSON.
+    """An environment as worker processes call it: a sample holds a call's arguments, and its result is JSON.
 
-    `make` gives the environment, once in each process. States stay pickled in between: the one process that opens them
-    is that of the environment.
+    `make` makes the environment, once in each process. Only the environment's process unpickles states.
     """
 
     def __init__(self, make: Callable[[], Environment], name: str) -> None:
@@ -69,7 +68,7 @@ class EnvironmentCall:
 
 @contextmanager
 def _noted(row: Mapping[str, Any] | None) -> Iterator[None]:
-    """A context whose errors about keys say which columns a row has, if one is given."""
+    """Add the row's columns, if there is a row, to a KeyError of the context."""
     try:
         yield
     except KeyError as error:
@@ -84,7 +83,7 @@ async def _later(result: Any, kind: type[Begin] | type[Step], row: Mapping[str, 
 
 
 def _packed(result: Any, kind: type[Begin] | type[Step]) -> dict[str, Any]:
-    """{"score", "answer"}, where the answer is JSON: [the fields of `PlayedStep`, or what is wrong with the result]."""
+    """Pack a result: the "answer" is JSON of [fields of `PlayedStep`, None], or of [None, what is wrong with it]."""
     try:
         return {"score": 0.0, "answer": json.dumps([_played(result, kind), None])}
     except ValueError as error:
@@ -92,12 +91,12 @@ def _packed(result: Any, kind: type[Begin] | type[Step]) -> dict[str, Any]:
 
 
 def _played(result: Any, kind: type[Begin] | type[Step]) -> tuple[Any, ...]:
-    """The result's fields. Raises ValueError for a result that is no `Begin` or `Step`, naming what is wrong."""
+    """Check a result and return its fields, with the state pickled. Raises ValueError that says what is wrong."""
     method = "reset" if kind is Begin else "step"
     fields = ", ".join(kind._fields)
     if not isinstance(result, tuple) or not 1 <= len(result) <= len(kind._fields):
         raise ValueError(f"{method} returned a {type(result).__name__}, not a {kind.__name__}({fields})")
-    step = Step(*result)  # a Begin is the start of one
+    step = Step(*result)  # a Begin has the first fields of a Step
     if not isinstance(step.messages, list | tuple):
         what = f"a {type(step.messages).__name__} as {kind.__name__}.messages, {shown(step.messages)}"
         raise ValueError(f"{method} returned {what}; give a list of messages")
@@ -109,14 +108,14 @@ def _played(result: Any, kind: type[Begin] | type[Step]) -> tuple[Any, ...]:
     info = _info(step.info, f"{method} returned")
     try:
         state = base64.b64encode(pickle.dumps(step.state)).decode()
-    except Exception as error:  # pickle raises what objects do
+    except Exception as error:  # objects raise anything when they are pickled
         text = f"{method} returned a state that does not pickle ({words_of(error, 400)}); hold open things by number"
         raise ValueError(f"{text}, or play again") from error
     return state, list(step.messages), reward, bool(step.done), info
 
 
 def _info(info: Any, what: str) -> dict[str, float]:
-    """An episode's numbers by name. Raises ValueError for what is no table of a few."""
+    """A step's numbers by name. Raises ValueError unless `info` maps at most `NAMED` short names to numbers."""
     if not isinstance(info, Mapping):
         raise ValueError(f"{what} info = {shown(info)}, no table of numbers")
     if len(info) > NAMED or any(not isinstance(name, str) or len(name) > LONGEST_NAME for name in info):

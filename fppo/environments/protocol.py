@@ -1,4 +1,5 @@
-"""Environments: a reset and a step, two functions of values. Worker processes import this module; it loads no torch."""
+"""The protocol of environments: a reset and a step, which get the state and return the next one. Worker processes
+import this module; it loads no torch."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-Message = dict[str, Any]  # {"role", "content"}, and what a chat template reads beside
-State = Any  # a value that pickles
+Message = dict[str, Any]  # {"role", "content"}, and any other keys that a chat template reads
+State = Any  # any value that pickles
 
 
 class Reply(NamedTuple):
@@ -32,16 +33,16 @@ class Step(NamedTuple):
     messages: Sequence[Message] = ()  # read by the policy before its next turn
     reward: float = 0.0  # of this turn
     done: bool = False
-    info: Mapping[str, float] = MappingProxyType({})  # numbers that become metrics, the last of each name
+    info: Mapping[str, float] = MappingProxyType({})  # numbers that become metrics; the last one of each name counts
 
 
 class Environment(Protocol):
     """The protocol of environments. Either method may be a coroutine; plain tuples do for `Begin` and `Step`.
 
-    `reset` gets a data row, a dict, and a seed of 62 bits, on which alone the episode's beginning may depend: the
-    responses to one prompt begin alike. `step` gets the state that the last call gave, and gives a new one: a state is
-    a value, which is pickled between the calls, so that any process may take the next one. A cut turn (`end` is "") and
-    the last one allowed are put to `step` too, for their reward; the response ends there.
+    `reset` gets a data row (a dict) and a seed of 62 bits. The beginning of the episode may depend on these alone, so
+    that the responses to one prompt begin alike. `step` gets the state that the last call returned, and returns a new
+    one. States are pickled between the calls, so that any process may make the next call. `step` also gets a cut turn
+    (`end` is "") and the last turn allowed, for their reward; the response ends there.
     """
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Any: ...

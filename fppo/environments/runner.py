@@ -1,4 +1,4 @@
-"""The edge at which environments run: in worker processes with a time limit, or, where they are trusted, here."""
+"""Run environments in worker processes with a time limit or, if they are trusted, in this process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _log = logging.getLogger("fppo.environments")
 
 
 class Player(Protocol):
-    """Protocol of what engines play with: episodes of an environment, many at a time."""
+    """Protocol of environments as engines play them: many episodes at a time."""
 
     @property
-    def judges(self) -> bool: ...  # rewards turns: it gets cut and last ones too, and gives prompts
+    def judges(self) -> bool: ...  # it rewards turns, so it also gets cut and last ones; and it gives prompts
 
     def reset(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[PlayedStep]: ...
 
@@ -30,7 +30,7 @@ class Player(Protocol):
 
 
 class PlayerCalls(Protocol):
-    """Protocol of a player's calls under way, by numbers of their caller's: one of each number at a time."""
+    """Protocol of a player's calls in progress, numbered by the caller: at most one call of each number at a time."""
 
     def reset(self, number: int, row: Mapping[str, Any], seed: int) -> None: ...
 
@@ -40,12 +40,12 @@ class PlayerCalls(Protocol):
 
 
 def calls_of(player: Player) -> AbstractContextManager[PlayerCalls]:
-    """A player's calls: by its own `open`, or else together, when they are taken."""
+    """Open a player for calls: by its own `open`, or else as `CallsTogether`."""
     return player.open() if hasattr(player, "open") else nullcontext(CallsTogether(player))  # type: ignore
 
 
 class CallsTogether:
-    """Calls of a player that makes many at a time."""
+    """Calls of a player without `open`: they are collected, and made together when their results are taken."""
 
     def __init__(self, player: Player) -> None:
         self._player = player
@@ -82,10 +82,11 @@ class _EnvironmentFunction(NamedTuple):
 class EnvironmentRunner(FunctionRunner):
     """An environment, ready to play; close it, or use it in a `with` statement.
 
-    `make` gives the environment, as a class or a function that imports; it is called once in each of the `workers`
-    processes, or with `inline` in this one: see `FunctionRunner`. `asynchronous` says that its methods are coroutines,
-    of which `concurrency` run at a time. Where a call raises, ends its process or takes longer than `time_limit`
-    seconds, and did so `retries` times before, the episode ends, and the step is `failed`. Failures are logged.
+    `make` makes the environment; it is a class, or a function that imports one. It is called once in each of the
+    `workers` processes, or with `inline` in this process: see `FunctionRunner`. With `asynchronous` the methods are
+    coroutines, and `concurrency` of them run at a time. If a call raises, ends its process or takes longer than
+    `time_limit` seconds, it is made again up to `retries` times; then the episode ends with a `failed` step. Failures
+    are logged.
     """
 
     def __init__(
@@ -148,11 +149,11 @@ class EnvironmentRunner(FunctionRunner):
 
 
 class EnvironmentCalls:
-    """`PlayerCalls` of an environment; `result` makes a step of an outcome and of the call's arguments."""
+    """`PlayerCalls` of an environment; `result` makes a step from an outcome and the call's arguments."""
 
     def __init__(self, calls: CallStream, result: Callable[[Outcome, tuple[Any, ...]], PlayedStep]) -> None:
         self._calls, self._result = calls, result
-        self._open: dict[int, tuple[Any, ...]] = {}  # arguments
+        self._open: dict[int, tuple[Any, ...]] = {}  # arguments of the open calls
 
     def reset(self, number: int, row: Mapping[str, Any], seed: int) -> None:
         """Implement `PlayerCalls.reset`."""

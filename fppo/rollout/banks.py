@@ -1,5 +1,5 @@
-"""Keys and values of rows that come and go: those of all calls of one shape in one tensor, so that a row moves in one
-copy, however many layers there are."""
+"""Storage for the keys and values of rows that come and go. Attention calls of one shape share a tensor (a bank), so
+that a row moves in one copy, however many layers there are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Banks = tuple[Tensor, ...]
 
 @attrs.frozen
 class _Bank:
-    """The shape of some keys or values of a token, and how many of them have it."""
+    """The shape and dtype of a token's keys or values, and how many of them have it."""
 
     count: int
     heads: int
@@ -25,7 +25,7 @@ class _Bank:
 
 @attrs.frozen
 class BankLayout:
-    """The place of each call's keys and values: the number of a bank, and an index in it."""
+    """The place of each attention call's keys and values: the number of a bank, and an index in it."""
 
     calls: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
     banks: tuple[_Bank, ...]
@@ -54,14 +54,15 @@ class BankLayout:
         return sum(bank.count * bank.heads * bank.width * bank.dtype.itemsize for bank in self.banks)
 
     def rows(self, rows: int, columns: int) -> Banks:
-        """Banks for so many rows, of zeros: what hides padding adds to its scores, which must be numbers."""
+        """Banks of zeros for `rows` rows: a mask is added to the scores of unwritten columns, so these must be
+        finite."""
         return tuple(
             torch.zeros(bank.count, rows, bank.heads, columns, bank.width, dtype=bank.dtype, device=self.device)
             for bank in self.banks
         )
 
     def row(self, columns: int) -> Banks:
-        """Empty banks for one row, or for rows one behind the other."""
+        """Uninitialised banks for one row, or for rows laid end to end."""
         return tuple(
             torch.empty(bank.count, bank.heads, columns, bank.width, dtype=bank.dtype, device=self.device)
             for bank in self.banks
@@ -100,5 +101,5 @@ def shift_(banks: Banks, others: Banks, rows: int, start: int, end: int, by: int
 
 
 def joined(parts: list[Banks]) -> Banks:
-    """Rows, each [K, H, C, D], one behind the other."""
+    """Concatenate rows, each [K, H, C, D], along their columns."""
     return tuple(torch.cat(list(each), 2) for each in zip(*parts, strict=True))

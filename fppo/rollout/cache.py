@@ -83,7 +83,7 @@ def row_bytes(like: Layers, columns: int) -> int:
 
 
 def compact_(cache: Layers, holes: Tensor, moved: Tensor, rows: int, used: int) -> Layers:
-    """Keep the first `rows` rows, after the rows at `moved`, all beyond them, were copied over those at `holes`."""
+    """Copy the rows at `moved`, all beyond the first `rows`, over those at `holes`, and keep the first `rows` rows."""
 
     def pack(x: Tensor) -> Tensor:
         written = x[:, :, :used]
@@ -95,7 +95,7 @@ def compact_(cache: Layers, holes: Tensor, moved: Tensor, rows: int, used: int) 
 
 
 def as_packed(attend: Attend, rows: int) -> Attend:
-    """Adapt an `attend` for one token per row to rows in one packed row with padding after the last of them."""
+    """Adapt an `attend` for one token per row to one packed row: the tokens of all rows, then padding."""
 
     def attend_packed(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
         query_rows, key_rows, value_rows = (x[0, :rows, None] for x in (query, key, value))

@@ -1,4 +1,4 @@
-"""One more token per row through layers of Llama's kind, with fewer and larger operations than their modules take."""
+"""Decode one token per row through layers like Llama's, in fewer and larger operations than their modules take."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from fppo_kernels.linear.onednn import packed
 from fppo_kernels.linear.plain import plain
 from fppo_kernels.rotary.eager import eager
 
-JOINED = 1 << 28  # bytes of weights up to which those of one input are laid side by side, which copies them
-PACKED = 1 << 30  # bytes of weights up to which all are copied, packed for oneDNN's products
+JOINED = 1 << 28  # up to so many bytes of weights, those of one input are copied into one weight
+PACKED = 1 << 30  # up to so many bytes of weights, all are copied, packed for oneDNN's products
 
 _Product = tuple[Tensor, Tensor | None]  # weight [O, I] and bias [O]
 _Copied = Callable[[Tensor], Tensor]  # lays a weight out for products
 
 
 class Rotation(NamedTuple):
-    """The cosines and sines of some positions [..., 1, D], and the kernel that turns by them; without one the first
-    half of the sines has its sign turned."""
+    """Cosines and sines [..., 1, D] of positions, and the rotary kernel; without a kernel the first half of the sines
+    is negated."""
 
     cos: Tensor
     sin: Tensor
@@ -45,8 +45,8 @@ class Rotation(NamedTuple):
         return Rotation(self.cos[positions], self.sin[positions], self.kernel)
 
     def of(self, x: Tensor, queries: int) -> tuple[Tensor, Tensor]:
-        """The heads `x` [R, heads, D] of queries, so many, and of keys, turned apart: transformers'
-        x * cos + rotate_half(x) * sin."""
+        """Rotate heads `x` [R, heads, D], of which the first `queries` are queries and the others keys, and return the
+        two: transformers' x * cos + rotate_half(x) * sin."""
         sizes = queries, x.shape[1] - queries
         if self.kernel is not None:
             return self.kernel(*x.split(sizes, 1), self.cos[:, 0], self.sin[:, 0])
@@ -58,7 +58,7 @@ class Rotation(NamedTuple):
 class _DecoderNorm(NamedTuple):
     weight: Tensor
     eps: float
-    kernel: Callable[..., Tensor] | None  # where it is not the model's own
+    kernel: Callable[..., Tensor] | None  # None: the model's own code
 
     def of(self, x: Tensor) -> Tensor:
         if self.kernel is not None:
@@ -70,7 +70,7 @@ class _DecoderNorm(NamedTuple):
 
 
 class _Embedding(NamedTuple):
-    """A plain embedding, by its weight, which holds outside of `bind` too."""
+    """A plain embedding that keeps its weight, and so works outside of `bind` too."""
 
     weight: Tensor
 
@@ -79,7 +79,7 @@ class _Embedding(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """A decoder layer's parameters. Products of one input stand together, in one weight or in several."""
+    """A decoder layer's parameters. Weights with the same input are together, joined into one or as several."""
 
     before: _DecoderNorm
     qkv: Sequence[_Product]
@@ -102,10 +102,11 @@ _GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class DecoderFactors(NamedTuple):
-    """An adapter's factors in the form of a decoder: by layer those of the products of each input, side by side."""
+    """An adapter's factors in a decoder's layout: for each layer, the factors of weights with the same input,
+    joined."""
 
     embedding: Factors | None
-    layers: Sequence[Mapping[str, Factors]]  # by `_GROUPS`; without those that it does not adapt
+    layers: Sequence[Mapping[str, Factors]]  # by group of `_GROUPS`; only the groups that it adapts
 
     @staticmethod
     def of(model: Model, factors: Mapping[str, Factors]) -> DecoderFactors:
@@ -120,17 +121,17 @@ class DecoderFactors(NamedTuple):
 
 
 class OwnSteps(NamedTuple):
-    """The rows of a step that go by an adapter."""
+    """The rows of a step that use one adapter."""
 
     rows: Tensor  # int64 [r]
     factors: DecoderFactors
 
 
 class Decoder(NamedTuple):
-    """Inputs of `hidden`: the parameters that a skeleton has while they are bound to it. Where it is `held`, `hidden`
-    needs them bound no longer.
+    """The parameters of a skeleton inside `bind`, laid out for `hidden`. If they are `held`, `hidden` works outside of
+    `bind` too.
 
-    On a tensor axis they are cut, and each rank computes its share of the output of attention and MLP for all rows.
+    On a tensor axis they are shards, and each rank computes its share of the output of attention and MLP for all rows.
     """
 
     embedding: nn.Module | _Embedding
@@ -140,11 +141,11 @@ class Decoder(NamedTuple):
     heads: tuple[int, int, int]  # of queries, of keys; width
     rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     linear: Callable[..., Tensor]
-    turn: Callable[..., tuple[Tensor, Tensor]] | None  # where it is not the model's own
+    turn: Callable[..., tuple[Tensor, Tensor]] | None  # the rotary kernel; None: the model's own code
 
     @property
     def held(self) -> bool:
-        """Whether all parameters of `hidden` are its own."""
+        """Whether the decoder itself holds all parameters of `hidden`."""
         return isinstance(self.embedding, _Embedding)
 
     def rotation(self, length: int) -> Rotation:
@@ -167,7 +168,7 @@ class Decoder(NamedTuple):
     ) -> Tensor:
         """Hidden states [R, H] after the last norm, of one token per row [R]; `turn` [R, 1, D] or one for all rows.
 
-        `asked` is what each layer asks of `attend`. Adapters have rows of their `own`.
+        `asked` are the arguments of each layer's `attend`. `own` are the rows that use adapters.
         """
         embedding, axis = self.embedding, self.axis
         shares = embedding.share if isinstance(embedding, EmbeddingSeam) else embedding
@@ -201,14 +202,14 @@ class Decoder(NamedTuple):
 
 
 def _with_own(own: Sequence[OwnSteps], layer: int, group: str, x: Tensor, out: Tensor) -> Tensor:
-    """The products `out` of `x` with a group of weights, and what adapters add to their rows."""
+    """Add the adapters' products to their rows of `out`, the products of `x` with a group of weights."""
     found = [(rows, factors.layers[layer].get(group)) for rows, factors in own]
     return add_own_(out, x, [(rows, factors) for rows, factors in found if factors is not None])
 
 
 def _side_by_side(shapes: Mapping[str, torch.Size], names: Sequence[str], factors: Mapping[str, Factors]) -> Factors:
-    """Factors whose product stands for those of all these weights, one below the other: A [r, in] of all, and B
-    [out, r] in blocks. Weights without factors have zeros."""
+    """Join the factors of several weights into one pair for the stacked weights: A [r, in] concatenated, and B [out, r]
+    block-diagonal. Weights without factors have zeros in B."""
     some = next(factors[name] for name in names if name in factors)
     if len(names) == 1:
         return some
@@ -225,8 +226,8 @@ def _side_by_side(shapes: Mapping[str, torch.Size], names: Sequence[str], factor
 def decoder_of(
     skeleton: PreTrainedModel, linear: Callable[..., Tensor] = plain, *, packs: bool = False
 ) -> Decoder | None:
-    """The decoder of a skeleton, from inside `bind`, by a kernel for linear layers; None if its class, or that of any
-    module of it, is another. If it `packs`, weights are copied into the layout of oneDNN's products."""
+    """The decoder of a skeleton, inside `bind`, with the kernel `linear` for linear layers; None if the skeleton, or a
+    module in it, is of an unknown class. With `packs`, weights are copied into the layout of oneDNN's products."""
     base: Any = skeleton
     kind = type(base).__module__
     if kind not in KINDS or not all(_known(module, kind) for module in base.modules()):
@@ -254,18 +255,18 @@ def _known(module: nn.Module, kind: str) -> bool:
 
 
 def _inside(module: Any) -> Any:
-    """The module around which a tensor axis exchanges tokens."""
+    """The module itself, without the wrapper in which a tensor axis exchanges tokens."""
     return module._inner[0] if isinstance(module, BlockSeam | EmbeddingSeam) else module
 
 
 def _turn(layer: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The kernel by which a layer turns its heads; None for its own code."""
+    """A layer's rotary kernel; None for the model's own code."""
     known = layer._seam[1]
     return known._rotary if isinstance(known, KnownLayer) and known._rotary is not eager else None
 
 
 def _layer(layer: Any, copied: _Copied | None) -> _Layer:
-    """A layer's parameters. With `copied`, by which weights are laid out, those of one input stand side by side."""
+    """A layer's parameters. `copied` lays weights out; with it, those with the same input are joined."""
     attention, mlp = _inside(layer.self_attn), _inside(layer.mlp)
     own = getattr(attention, "q_norm", None)
     return _Layer(

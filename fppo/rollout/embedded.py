@@ -69,32 +69,33 @@ from fppo_kernels.table import Kernels
 
 _CHUNK = 128  # columns by which the cache first exceeds the prompts
 _COMPACT = 0.9  # finished rows leave when the live share falls below; 0.6 to 1 measured the same within 5 %
-_HALF = 0.5  # and of rows whose step is recorded, which takes several steps' time
+_HALF = 0.5  # the same for recorded steps, since a recording takes as long as several steps
 _ALIGNED = 64
 
 
 @attrs.frozen(kw_only=True)
 class EmbeddedEngine:
-    """An engine on `model` itself. All rows of a wave decode together; finished rows leave, so that a step costs what
-    its live rows cost.
+    """An engine that runs `model` itself. All rows of a wave decode together; finished rows leave, so that a step costs
+    what its live rows cost.
 
     A draw depends on the key, the row's number and the position alone, whichever rows share the batch. `max_rows`
-    bounds the rows of a wave (a prompt's samples share a wave, however many), and `cache_bytes` the memory for their
-    keys and values at the longest, which may part a prompt's samples too; None: half of a GPU's free memory, and no
-    bound on a CPU. `prefill_tokens` bounds the prompt tokens of one pass (a longer prompt runs alone).
+    bounds the rows of a wave, though all samples of a prompt share a wave. `cache_bytes` bounds the memory for a wave's
+    keys and values at their longest, and may split a prompt's samples; None: half of a GPU's free memory, and no bound
+    on a CPU. `prefill_tokens` bounds the prompt tokens of one pass (a longer prompt runs alone).
 
-    On a `mesh` that cuts parameters they are parts. The ranks of a tensor axis answer the same prompts `together`: each
-    has its part of the weights, of the keys and values and of the vocabulary, and none has the whole of any. What other
-    axes cut is gathered first; beside an expert axis all is, and the model that runs is the one it was placed from.
+    On a `mesh` that cuts parameters, they are shards. The ranks of a tensor axis answer the same prompts `together`,
+    each with its shard of the weights, the keys and values, and the vocabulary. Parameters cut along other axes are
+    gathered first; beside an expert axis all are, and the model runs as it was before it was placed on the mesh.
 
-    It `merges` adapters once for all that is asked, or runs their factors; None: as `lora.decodes_merged` says.
+    With `merges`, adapters are merged once for each `generate`, `open` or update; without it, their factors run. None:
+    as `lora.decodes_merged` says.
 
-    With `routed` rollouts have the experts that the model's routers chose for every token, prompts' included.
+    With `routed`, rollouts have the experts that the model's routers chose for every token, including prompts.
 
     An `exact` engine's log-probs are those of a training pass by the same kernels, bit for bit (`laws.check_exact`).
 
-    Raises ValueError where `cache_bytes` holds not even one row, for a model whose states transformers carries on
-    otherwise in one more token than in a row, with `routed` for one without routers, and with `exact` for what is not.
+    Raises ValueError if `cache_bytes` cannot hold one row, for a model whose states differ in transformers between
+    decoding by one token and a pass over a row, for `routed` without routers, and for `exact` with inexact parts.
     """
 
     model: Model
@@ -118,13 +119,13 @@ class EmbeddedEngine:
 
     @property
     def together(self) -> tuple[str, ...]:
-        """The axes whose ranks must ask the same, as they answer it together."""
+        """The axes whose ranks answer together, and so must ask the same."""
         return ("tensor",) if models.tensor_axis(self.model, self.mesh).size > 1 else ()
 
     def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout:
         """`ask.sampling.n` responses to each prompt; row j of the prompt with row id i has row id i * n + j.
 
-        T is the longest response in the batch. What follows a response is `pad_token_id`, with False in the masks and
+        T is the longest response in the batch. A response is followed by `pad_token_id`, with False in the masks and
         zero in the log-probs, which are float32 (float64 from float64 parameters). `groups` are the prompts' row ids.
         Raises ValueError for no prompts, for empty ones or ones not padded on the left, and for responses that may
         outgrow the model's learned positions or the length for which its rope is made.
@@ -164,11 +165,11 @@ class EmbeddedEngine:
     def open(
         self, params: Mapping[str, Tensor], *, version: int = 0, most_waiting: int | None = None
     ) -> Iterator[EmbeddedRequests]:
-        """The engine with these parameters, for requests as they come, until the context ends; see `RequestEngine`. The
-        thread that opens it calls it.
+        """Answer requests as they come, with these parameters, until the context ends; see `RequestEngine`. Only the
+        thread that opens it may call it.
 
-        `max_rows` bounds the rows that decode together, and `cache_bytes` the memory for their keys and values with
-        those of contexts that are kept: what would not fit waits.
+        `max_rows` bounds the rows that decode together, and `cache_bytes` the memory for keys and values, including
+        kept contexts; requests that do not fit wait.
         """
         yield EmbeddedRequests(
             self._loaded,
@@ -181,7 +182,7 @@ class EmbeddedEngine:
         )
 
     def _loaded(self, params: Mapping[str, Tensor]) -> LoadedPolicy:
-        """Prepare what an open engine answers with, on every rank of a mesh at once."""
+        """Prepare parameters for an open engine; all ranks of a mesh call at once."""
         model, params = self._prepared(params)
         bound = models.Bound.of(model, params, kernels=self.kernels)
         with torch.inference_mode():
@@ -189,13 +190,13 @@ class EmbeddedEngine:
             kept, calls, state_bytes = bound(lambda _: tried(policy))
             budget = self._budget(policy)
         scores, device = partial(self._scores, model, params) if self.exact else None, policy.head.weight.device
-        policy = policy if scores is None else policy._replace(scores=scores(1.0))  # of prompts
+        policy = policy if scores is None else policy._replace(scores=scores(1.0))  # for prompts
         recorder = None if policy.record is None else partial(_recorder, device)
         layout = BankLayout.of(kept, device)
         return LoadedPolicy(self.model, bound, policy, layout, calls, state_bytes, budget, scores, recorder)
 
     def _prepared(self, params: Mapping[str, Tensor]) -> tuple[Model, dict[str, Tensor]]:
-        """The model that runs and its parameters, gathered where they are cut along other axes than its own."""
+        """The model that decodes, and its parameters: shards along its tensor axis, gathered along all others."""
         model, params = lora.decoded(self.model, params, mesh=self.mesh, merges=self.merges)
         params = models.in_compute_dtype(model, params)  # before they are gathered: fewer bytes, and no wide copies
         return models.tensor_parts(model, params, self.mesh)
@@ -215,7 +216,7 @@ class EmbeddedEngine:
         return head_log_probs(models.output_head(model, params), self.kernels.log_probs, temperature)
 
     def _record(self, device: torch.device, decoder: Decoder | None, axis: Axis) -> Record | None:
-        """The recorder of steps, or None: steps of other code may wait for the device, and collectives are not
+        """The recorder of steps, or None. Without a `decoder` steps may wait for the device, and collectives are not
         replayed."""
         able = decoder is not None and axis.size == 1 and not self.exact
         if self.graphs and not able:
@@ -234,7 +235,7 @@ class EmbeddedEngine:
         return Columns(axis, first, model.whole_shapes[name][0])
 
     def _waves(self, policy: DecodingPolicy, prompts: int, n: int, columns: int) -> Iterator[tuple[slice, slice]]:
-        """The prompts of each wave, and which of the n draws of each; rows may come to have `columns` columns."""
+        """Yield each wave: a slice of the prompts, and a slice of their n draws. Rows may reach `columns` columns."""
         budget = self._budget(policy)
         rows, draws = self.max_rows, n
         if budget is not None:
@@ -344,7 +345,7 @@ def _prefill(
     policy: DecodingPolicy, wave: _Wave, columns: int, fed: list[Fed]
 ) -> tuple[Next, caches.Layers, States, list[AttentionLayer]]:
     """The logits [B * n, V] after each prompt, the cache of the prompts' keys and values, the states after them, and
-    what each call asks of attention. Each prompt runs once; what its routers tell goes to `fed`."""
+    the arguments of each attention call. Each prompt runs once; the routers' choices go to `fed`."""
     cache, axis = caches.Layers(), policy.columns.axis
     ends, states, asked = list[Tensor](), list[States](), list[AttentionLayer]()
     n = len(wave.rows) // len(wave.lengths)
@@ -372,7 +373,7 @@ def _prefill(
 def _hidden(
     policy: DecodingPolicy, packed: Packed, wave: _Wave, part: slice, attend: Attend, routes: Routes | None
 ) -> Tensor:
-    """Hidden states [N, H] of prompts, packed, with what images they have."""
+    """Hidden states [N, H] of packed prompts, with their images."""
     tokens = packed.tokens[None]
     inputs, lengths = None if wave.inputs is None else wave.inputs[part], wave.lengths[part]
     images, positions = place_images(policy.model, inputs, packed.tokens, packed.positions, lengths)
@@ -384,7 +385,7 @@ def _hidden(
 def _decode(
     policy: DecodingPolicy, wave: _Wave, ask: Ask, on_step: FinishedRows | None, fed: list[Fed]
 ) -> list[DrawnStep]:
-    """Responses to the wave's prompts; what routers tell goes to `fed`."""
+    """Responses to the wave's prompts; the routers' choices go to `fed`."""
     rows, sampling = wave.rows, ask.sampling
     most, width = max(wave.limits), wave.mask.shape[1]
     total = width + most
@@ -444,18 +445,19 @@ def _steps(
 
 
 def _room(policy: DecodingPolicy, columns: int) -> int:
-    """How many columns the cache gets for so many: of a step that reads all of them, as kernels read them best."""
+    """The columns to allocate for `columns`. A recorded step reads all of them, so they are rounded up to suit
+    kernels."""
     return columns if policy.record is None else -(-columns // _ALIGNED) * _ALIGNED
 
 
 def _compact_(live: LiveRows, keep: Tensor, holes: Tensor, used: int) -> LiveRows:
-    """The rows to keep, those of `_survivors`, with the first `used` columns of their cache."""
+    """Keep the rows of `_survivors`, with the first `used` columns of their cache."""
     cache = caches.compact_(live.cache, holes, keep[holes], len(keep), used)
     return LiveRows(cache, live.columns, live.pads[keep], live.starts[keep], live.states.take_(keep))
 
 
 def _grow_(live: LiveRows, policy: DecodingPolicy, used: int, most: int) -> LiveRows:
-    """The rows with more columns, at most so many, in their cache, of which the `used` ones are full."""
+    """Widen the rows' cache beyond its `used` columns, to at most `most`."""
     columns = _room(policy, min(most, used + max(_CHUNK, used // 2)))
     caches.grow_(live.cache, used, columns, zeroed=policy.record is not None)
     return live._replace(columns=columns)
@@ -476,7 +478,7 @@ def _stop_table(sampling: Sampling, size: int, device: torch.device) -> Tensor:
 
 
 def _survivors(done: Tensor, left: int) -> tuple[Tensor, Tensor]:
-    """The rows to keep [left], each in its place or, if it stood beyond, in a finished row's; and those places."""
+    """The rows to keep [left], and the places of finished rows among the first `left`, which later live rows fill."""
     keep = torch.arange(left, device=done.device)
     holes = done[:left].nonzero()[:, 0]
     keep[holes] = left + (~done[left:]).nonzero()[:, 0]

@@ -62,7 +62,7 @@ class Sampling:
     greedy: bool = False
 
     def at(self, temperature: float) -> Sampling:
-        """These settings with a temperature, of which 0 takes the likeliest token."""
+        """These settings with another temperature; 0 sets `greedy`."""
         return (
             attrs.evolve(self, greedy=True)
             if temperature == 0

@@ -1,4 +1,4 @@
-"""Requests for an engine that only answers prompts at once: whatever waits is answered together, to its end."""
+"""Requests for an engine that has only `generate`: all waiting requests are answered together, to their ends."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def opened(
     most_waiting: int | None = None,
     together: tuple[str, ...] = (),
 ) -> AbstractContextManager[Requests]:
-    """The engine open for requests: by itself, or else by answering what waits; its ranks on the axes `together` then
-    have to be called alike."""
+    """Open an engine for requests: by its own `open`, or else by `generated`; then the ranks of the axes `together`
+    must make the same calls."""
     if hasattr(engine, "open"):
         return engine.open(params, version=version, most_waiting=most_waiting)  # type: ignore[attr-defined]
     return generated(engine, params, version=version, most_waiting=most_waiting, together=together)
@@ -56,8 +56,8 @@ class _Continued:
 
 
 class GeneratedRequests:
-    """`Requests` by `generate`. A step answers all requests that wait; the tokens of a row so far are its prompt then,
-    and are read anew."""
+    """`Requests` by `generate`. A step answers all waiting requests. The tokens of a row so far are its prompt, and are
+    computed anew."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class GeneratedRequests:
 
     @property
     def counts(self) -> RequestCounts:
-        """How many requests there are; none draws between steps."""
+        """The numbers of requests; none is drawing between steps."""
         return RequestCounts(len(self._waiting), 0, len(self._kept))
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -189,7 +189,7 @@ class GeneratedRequests:
 
 
 def _samples(group: Sequence[tuple[Request, _Continued]]) -> tuple[list[tuple[Request, _Continued]], int]:
-    """The requests in the order of their rows, and how many of them, next to each other, are samples of a prompt."""
+    """The requests in the order of their rows, and n if every n adjacent ones are samples of one prompt, else 1."""
     group = sorted(group, key=lambda each: each[0].row)
     first = group[0]
     n = next((i for i, each in enumerate(group) if not _same_prompt(first, each)), len(group))

@@ -1,4 +1,4 @@
-"""Responses that go on with newer weights: an update takes effect in what is generated meanwhile."""
+"""Responses that continue with newer weights: an update takes effect while they are generated."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def _at_least_one(_: object, attribute: attrs.Attribute, value: int) -> None:
 
 @attrs.frozen(kw_only=True)
 class InterruptibleEngine:
-    """An engine whose responses go on with newer weights, wherever `ask.newer` has some after `every` tokens of them.
+    """An engine whose responses continue with newer weights: it asks `ask.newer` for them after each `every` tokens.
 
-    It has `engine` generate `every` tokens of all rows, then those of the rows that have not ended, and so on, each
-    time with the newest weights, for which it gives the tokens so far as prompts: keys and values, and states, are
-    computed anew. So a token and its log-probs are of one policy, that of `token_versions`. They are computed anew
-    where weights stay, too: a token depends on the versions up to it, and not on when those came.
+    `engine` generates `every` tokens of all rows, then as many of the rows that have not ended, and so on, each time
+    with the newest weights. The tokens so far are its prompts: keys, values and states are computed anew. So a token
+    and its log-probs belong to one policy, that of `token_versions`. They are computed anew even if the weights stay
+    the same: then a token depends on the versions of the tokens before it, and not on when these versions came.
 
-    Draws are those of `engine`, by the key, the row's number and the position in the response, and so is the rollout,
-    but for rounding, where no newer weights come. What dies, is sent, or confirms digests on the way is the engine's
-    affair. Rows are reported as finished between the pieces. Without `newer` the engine answers. Several threads may
-    ask: a piece goes to whoever waits longest.
+    Draws are those of `engine`, by the key, the row's number and the position in the response. If no newer weights
+    come, the rollout is that of `engine`, up to rounding. `engine` itself sends weights, checks digests and replaces
+    processes that die. Rows are reported as finished between the pieces. Without `newer` the engine answers directly.
+    Several threads may ask: the next piece goes to the one that has waited longest.
     """
 
     engine: Engine
@@ -43,9 +43,10 @@ class InterruptibleEngine:
     _one: InOrder = attrs.field(factory=InOrder, init=False)
 
     def generate(self, params: Mapping[str, Any], ask: Ask) -> Rollout:
-        """The rollout, with `token_versions` if `ask` has newer weights to go on with.
+        """The rollout, with `token_versions` if `ask.newer` is given.
 
-        Raises ValueError for greedy sampling with those, which is of one policy, and for an engine that tells experts.
+        Raises ValueError for `newer` with greedy sampling, which is to follow one policy, and for an engine that
+        reports experts.
         """
         if ask.newer is None:
             with self._one:
@@ -81,7 +82,7 @@ class _ResponseRows(NamedTuple):
     versions: tuple[int, ...] = ()
 
     def extended(self, piece: Rollout, live: Tensor, count: int, version: int) -> _ResponseRows:
-        """With what the rows `live`, of `count` rows, were given more."""
+        """Append a piece, which has more tokens of the rows `live` out of `count` rows."""
         width = piece.response_mask.shape[1]
         new = (piece.tokens[:, -width:], piece.response_mask, piece.rollout_log_probs, piece.sampling_log_probs)
         where = live.to(piece.tokens.device)
@@ -120,7 +121,8 @@ def _continued(ask: Ask, rows: _ResponseRows, live: Tensor, limits: Tensor) -> A
 
 
 def _done(rows: _ResponseRows, piece: Rollout, live: Tensor, limits: Tensor, ask: Ask) -> Tensor:
-    """Which of the rows `live` have ended, bool [L]: an engine does not see a text that began in an earlier piece."""
+    """Which of the rows `live` have ended, bool [L]. Stop texts are searched for here: an engine does not see the part
+    in an earlier piece."""
     ended = torch.tensor([reason == "stop" for reason in piece.finish]) | (limits[live] <= rows.drawn.shape[1])
     if (texts := ask.sampling.stop_texts) is not None:
         ended |= torch.tensor([texts.end(rows.response(row)) is not None for row in live.tolist()])
@@ -136,7 +138,7 @@ def _report(ask: Ask, rows: _ResponseRows, done: Tensor) -> None:
 
 
 def _cut(response: Sequence[int], ask: Ask) -> list[int]:
-    """A response up to and with the first token that completes a text."""
+    """A response up to and including the first token that completes a stop text."""
     texts = ask.sampling.stop_texts
     end = None if texts is None else texts.end(response)
     return list(response if end is None else response[: end[0]])

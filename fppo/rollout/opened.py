@@ -1,4 +1,5 @@
-"""The embedded engine open for requests as they come: rows leave with what they have read, and come back with more."""
+"""The embedded engine, open for requests as they come: rows leave with their contexts, and come back with new
+tokens."""
 
 from __future__ import annotations
 
@@ -42,29 +43,29 @@ from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.padding import sent
 from fppo_kernels.table import takes_key_lengths
 
-_FEW = 8  # tokens that are read by steps, in which others draw, in place of a pass of their own
+_FEW = 8  # up to so many new tokens run in steps beside the draws of others, not in a pass of their own
 
 
 class LoadedPolicy(NamedTuple):
-    """A policy's parameters as an open engine answers with them."""
+    """A policy's parameters, prepared for an open engine."""
 
     model: Model  # the engine's own
     bound: Bound
     policy: DecodingPolicy
     layout: BankLayout
-    calls: Sequence[AttentionLayer]  # what each asks of attention
+    calls: Sequence[AttentionLayer]  # arguments of each attention call
     state_bytes: int  # of a row
-    budget: int | None  # bytes of what rows have read
-    scores: Callable[[float], HeadLogProbs] | None  # by temperature, where log-probs are to be a training pass's own
-    recorder: Callable[[], Record] | None  # makes recorders of steps, where they are recorded
+    budget: int | None  # bytes for keys, values and states
+    scores: Callable[[float], HeadLogProbs] | None  # for a temperature, if log-probs are to be a training pass's own
+    recorder: Callable[[], Record] | None  # makes recorders of steps, if steps are recorded
 
 
 class EmbeddedRequests:
-    """`AdapterRequests` of an `EmbeddedEngine`; `load(params)` gives what it answers with.
+    """`AdapterRequests` of an `EmbeddedEngine`; `load(params)` prepares the parameters.
 
-    A row that ended is kept with its keys, values and states. What it has not read yet when it comes back, its last
-    token and an observation, goes through the model in one pass with those of other rows; a model that carries states
-    reads it token by token, in the steps in which other rows draw.
+    A kept row keeps its keys, values and states. When it comes back, only its new tokens run, its last one and an
+    observation, in one pass with those of other rows. If the model carries states, they run one by one, in the steps in
+    which other rows draw.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class EmbeddedRequests:
 
     @property
     def together(self) -> tuple[str, ...]:
-        """The engine's."""
+        """Implement `Requests.together`."""
         return self._together
 
     @property
@@ -223,7 +224,7 @@ class EmbeddedRequests:
         self._scores: dict[float, HeadLogProbs] = {}
 
     def _kind_of(self, sampling: Sampling) -> int:
-        """The number of those whose draws are alike."""
+        """The index of a kind of settings: those with equal temperature, top_k, top_p and greedy draw alike."""
         kind = sampling.temperature, sampling.top_k or 0, sampling.top_p, sampling.greedy
         if kind not in self._kinds:
             self._kinds[kind] = len(self._samplings)
@@ -243,14 +244,14 @@ class EmbeddedRequests:
         return tokens * self._loaded.layout.token_bytes + self._loaded.state_bytes
 
     def _chosen(self) -> tuple[list[OpenRow], list[OpenRow]]:
-        """Rows that begin now, those that read by steps and others."""
+        """The rows that begin now: those whose new tokens run in steps, and the others."""
         rows = self._waiting.deal(self._fits)
         by_steps = [self._goes_by_steps(row) for row in rows]
         return [*compress(rows, by_steps)], [*compress(rows, map(operator.not_, by_steps))]
 
     def _fits(self, row: OpenRow, others: Sequence[OpenRow], fresh: bool) -> bool:
-        """Whether a row can begin beside those that draw and others that begin. Prompts leave room for what is kept to
-        come back; one row always can."""
+        """Whether a row can begin beside the rows that draw and `others` that begin. Fresh prompts leave room for kept
+        rows to come back; a row alone always fits."""
         count, budget = len(self._live) + len(others), self._loaded.budget
         if count >= self._most_rows or not count or budget is None:
             return count < self._most_rows
@@ -266,12 +267,12 @@ class EmbeddedRequests:
         return row.context is not None and (not self._in_passes or len(row.unread) <= _FEW)
 
     def _place(self, rows: Sequence[OpenRow], contexts: Sequence[RowContext]) -> None:
-        """Gives rows places, where they draw on from these contexts."""
+        """Give rows places, from which they continue these contexts."""
         self._places.join(contexts, [row.most for row in rows], [row.request.adapter for row in rows])
         self._live += rows
 
     def _stepped(self) -> Next:
-        """Runs one more token of each row that has a place, and returns what comes after."""
+        """Run one more token of each row that has a place, and return the logits after it."""
         after = self._places.step([row.pending for row in self._live])
         for place, row in enumerate(self._live):
             row.fed += 1
@@ -280,7 +281,7 @@ class EmbeddedRequests:
         return after
 
     def _read(self, rows: Sequence[OpenRow]) -> list[RowContext]:
-        """The contexts from which rows draw on, once all of their tokens are read; prompts of several rows once."""
+        """Prefill rows, and return the contexts from which they draw; a prompt of several rows is prefilled once."""
         readings: dict[int, Reading] = {}
         for row in rows:
             source = row if row.prompt is None else row.prompt
@@ -307,11 +308,12 @@ class EmbeddedRequests:
     def _reading(self, row: OpenRow) -> Reading:
         name, asked = row.request.adapter, () if row.prompt is None else tuple(row.prompt.asked.values())
         adapter = None if name is None else self._adapters[name].adapter
-        inputs = row.inputs if row.context is None else None  # which the context holds
+        inputs = row.inputs if row.context is None else None  # else their keys and values are in the context
         return Reading(row.unread, row.context, inputs, adapter, asked)
 
     def _draw(self, parts: Sequence[Next]) -> tuple[list[OpenRow], list[int], list[float], list[float]]:
-        """The rows that draw, and their tokens and log-probs; others have their next token to read."""
+        """Draw for the rows whose tokens have all run: return them, their tokens and log-probs. Other rows get their
+        next token to run."""
         drawing = [place for place, row in enumerate(self._live) if not row.feed]
         logits = parts[0].logits if len(parts) == 1 else torch.cat([part.logits for part in parts])
         hidden = None
@@ -343,7 +345,7 @@ class EmbeddedRequests:
         return rows, [*tokens], [*log_probs], [*others]
 
     def _score(self, rows: Sequence[OpenRow], logits: Tensor, tokens: Sequence[int]) -> None:
-        """Notes the scores of draws from logits [R, V] where rows are to tell them."""
+        """Store the scores of draws from logits [R, V] for the rows that report them."""
         places = [place for place, row in enumerate(rows) if row.top]
         if not places:
             return
@@ -397,7 +399,7 @@ class EmbeddedRequests:
         return drawn, [self._closed(row, ends[id(row)]) for row in rows if id(row) in ends]
 
     def _end(self, places: Sequence[int]) -> None:
-        """Takes rows out of their places; what those have read that are to be kept is."""
+        """Take rows out of their places, with the contexts of those that are to be kept."""
         if not places:
             return
         with torch.inference_mode():

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class ServedAdapter(NamedTuple):
-    """An adapter as rows go by it, with its factors in the form of a decoder that holds all its parameters."""
+    """An adapter in use, with its factors in the layout of a decoder, if there is a `held` one."""
 
     adapter: Adapter
     version: int
@@ -39,11 +39,11 @@ _FEWEST = 8  # rows of recorded steps
 
 
 class RowPlaces:
-    """The rows that decode together, numbered from 0 without a gap, and the columns where their keys and values stand.
+    """The rows that decode together, numbered from 0 without a gap, and the columns of their keys and values.
 
-    All write the same column in a step. A row's tokens end before it; what is before them is padding. With a recorder
-    of steps there are more places than rows, so that rows come and go without another recording; steps in which rows
-    go by `adapters` are not recorded.
+    All write the same column in a step. A row's tokens end just before it, and padding is before them. With a recorder
+    of steps there are more places than rows, so that rows come and go without another recording; steps with rows that
+    use `adapters` are not recorded.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RowPlaces:
     ) -> None:
         self._bound, self._policy, self._layout, self._calls = bound, policy, layout, calls
         self._limit = limit  # of a row's tokens
-        self._spare = spare  # there may be one place more for so many rows
+        self._spare = spare  # one spare place for every so many rows
         self._recorder = recorder  # makes recorders of steps
         self._adapters = adapters  # by name, as they are now
         self._owners: list[str | None] = []  # the adapter of each row
@@ -67,13 +67,13 @@ class RowPlaces:
         self._shifts: list[int] = []  # as `RowContext.shift`
         self._most: list[int] = []  # tokens that each row may come to have
         self._states: States | None = None
-        self._column = 0  # the next one
+        self._column = 0  # the next one to write
         self._banks: Banks = layout.rows(0, 0)
         self._room = (0, 0)  # rows and columns of the banks
-        # for rows of at most so many tokens, and whether they are recorded
+        # the most tokens of a row, a function that makes steps for such rows, and whether they are recorded
         self._steps: tuple[int, Callable[[LiveRows], Advance], bool] | None = None
         self._advance: Advance | None = None
-        self._fixed: LiveRows | None = None  # of a recorded step
+        self._fixed: LiveRows | None = None  # the rows of a recorded step
         self._beside: Bound | None = None  # the model with the rows' adapters, where its modules run them
 
     def __len__(self) -> int:
@@ -85,8 +85,8 @@ class RowPlaces:
         return max(self._most, default=0)
 
     def join(self, contexts: Sequence[RowContext], most: Sequence[int], owners: Sequence[str | None]) -> None:
-        """Gives rows the next places; each may come to have so many tokens, one of `most`, and goes by an adapter, one
-        of `owners`, or by none."""
+        """Give rows the next places. `most` are the tokens that each may reach, and `owners` the adapters that they
+        use, if any."""
         if not contexts:
             return
         first = len(self)
@@ -104,14 +104,14 @@ class RowPlaces:
         self._changed()
 
     def context(self, row: int) -> RowContext:
-        """A copy of what a row has read."""
+        """A copy of a row's context."""
         pad, states = self._pads[row], self._states
         assert states is not None
         banks = bank_rows.taken(self._banks, row, pad, self._column)
         return RowContext(self._column - pad, banks, states.picked([row]), self._shifts[row])
 
     def leave(self, rows: Sequence[int]) -> list[int]:
-        """Takes rows out. Others move to their places: the number that each row had, by its place."""
+        """Take rows out, and move others to their places. Returns, by place, the number that each row had."""
         order = list(range(len(self)))
         columns: Any = order, self._pads, self._shifts, self._most, self._owners
         for row in sorted(rows, reverse=True):
@@ -129,7 +129,7 @@ class RowPlaces:
         return order
 
     def step(self, tokens: Sequence[int]) -> Next:
-        """Runs one more token of each row, and returns what comes after."""
+        """Run one more token of each row, and return the logits after it."""
         if self._column == self._room[1]:
             self._more_columns()
         if self._recorder is not None and self._room[0] > max(_FEWEST, 2 * len(self)):
@@ -169,7 +169,7 @@ class RowPlaces:
         self._changed()
 
     def _made(self) -> Advance:
-        """The step of the rows as they stand."""
+        """Make the step for the present rows."""
         policy, (rows, columns), owned = self._policy, self._room, self._owned()
         record = None if self._recorder is None or owned else self._recorder()
         by_decoder = policy.decoder is not None and policy.decoder.held
@@ -206,11 +206,11 @@ class RowPlaces:
         return found
 
     def _make_room(self, rows: int, longest: int, most: int) -> None:
-        """Room for so many rows, the longest of the new ones with so many tokens, each to have at most `most`."""
+        """Make room for `rows` rows. The longest new one has `longest` tokens, and each may reach `most`."""
         column = max(longest, self._column) if len(self) else longest
         room = self._room
         if not len(self):
-            self._column = longest  # nothing stands where it would be written over
+            self._column = longest  # there is nothing yet that would be written over
         if rows > room[0]:
             room = max(rows + rows // self._spare, _FEWEST), room[1]
         if column > room[1]:
@@ -219,7 +219,7 @@ class RowPlaces:
             self._rebase(room, column - self._column)
 
     def _more_columns(self) -> None:
-        """Another column: rows move back over the padding that they share, or the banks grow."""
+        """Make room for another column: move rows back over the padding that they share, or widen the banks."""
         rows, columns = self._room
         shared = min(self._pads)
         column = self._column - shared
@@ -228,15 +228,15 @@ class RowPlaces:
         self._rebase((rows, max(columns if shared else 0, self.columns(column, self.longest))), -shared)
 
     def columns(self, column: int, most: int) -> int:
-        """How many columns the banks are to have where so many are used, by rows of at most `most` tokens: half as many
-        again, but no more than half again what the longest row may have."""
+        """The columns to allocate if `column` are used by rows of at most `most` tokens: half as many again, but at
+        most half more than the longest row may have."""
         wanted = column + max(CHUNK, column // 2)
         bounded = max(min(wanted, most + max(CHUNK, most // 2)), column + 1)
         return bounded if self._recorder is None else -(-bounded // _ALIGNED) * _ALIGNED
 
     def _rebase(self, room: tuple[int, int], by: int) -> None:
-        """Moves all rows by so many columns, into banks of that many rows and columns: a recorded step stays valid in
-        the same ones."""
+        """Move all rows by `by` columns, into banks of `room` rows and columns; if the banks stay the same, a recorded
+        step stays valid."""
         banks = self._banks if room == self._room else self._layout.rows(*room)
         if len(self):
             bank_rows.shift_(self._banks, banks, len(self), min(self._pads), self._column, by)

@@ -1,7 +1,7 @@
-"""Several engines as one: requests go to whichever is free, and rows come back in order. Engines may die and come.
+"""Several engines as one: requests go to whichever is free, and rows come back in order. Engines may die and restart.
 
-What an engine draws depends on the key and the row alone, and which rows are answered together on what is asked alone:
-how many engines there are, which of them answers what, and which die on the way changes no bit.
+Draws depend on the key and the row alone, and the split into requests on the prompts alone. So no bit changes with the
+number of engines, with the engine that answers a request, or with engines that die.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _generate(
 
 @attrs.frozen(kw_only=True)
 class Policy:
-    """The group of the policy's parameters, with its `model` or a handle of it. Parameters leave whole, in buckets of
-    about `bucket_bytes`."""
+    """The group that has the policy's parameters, with its `model` or a handle of it. Parameters are sent whole, in
+    buckets of about `bucket_bytes`."""
 
     group: AnyGroup
     model: Any
@@ -86,7 +86,7 @@ def _whole(here: Here, model: Model, params: Mapping[str, Tensor], bucket_bytes:
 
 
 def _taken(tensors: dict[str, Tensor], how: How) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors, and their digests where they arrived."""
+    """Tensors that arrived, and their digests."""
     return tensors, {name: sync.digest(x, how) for name, x in tensors.items()}
 
 
@@ -107,7 +107,8 @@ class _Replica:
 
 @attrs.define(eq=False)
 class _RolloutWork:
-    """A rollout under way. `todo` are numbers of requests of some prompts each, the costliest first."""
+    """A rollout in progress. Each of the `requests` lists some prompts; `todo` are the requests left, the costliest
+    first."""
 
     params: Params
     ask: Ask
@@ -125,10 +126,10 @@ class _RolloutWork:
 class EnginePool:
     """Several engines as one: each of the `groups` has an engine, of which `make(group)` returns the handle.
 
-    Weights of the asked version go to the engines that hold others, and each engine confirms a digest of every tensor
-    before it answers requests of at most `rows` rows, or of one prompt. An engine that dies is started again in its
-    group while the others answer for it, at most `restarts` times over all engines. `names` are those of the
-    parameters. On an engine they are on its device, or on its host if `on_host` says that it makes its own copies.
+    Weights of the asked version are sent to engines that hold other weights, and each engine confirms a digest of every
+    tensor before it answers requests of at most `rows` rows, or of one prompt. An engine that dies is started again in
+    its group while the others answer for it, at most `restarts` times over all engines. `names` are those of the
+    parameters. An engine gets them on its device or, with `on_host`, in host memory, if it makes its own copies.
 
     Use it in a `with`. `generate` raises GroupDied once all engines are gone, SyncError if an engine does not hold what
     it was sent, and any error of an engine.
@@ -150,12 +151,12 @@ class EnginePool:
         self._pad, self._rows, self._restarts, self._on_host = pad_token_id, rows, Restarts(restarts), on_host
         self._replicas: list[_Replica] = []
         self._threads: list[threading.Thread] = []
-        self._one = InOrder()  # rollout at a time
-        self._changed = threading.Condition()  # of all below
+        self._one = InOrder()  # one rollout at a time
+        self._changed = threading.Condition()  # guards all fields below
         self._work: _RolloutWork | None = None
         self._sending = 0  # threads that read weights of the rollout under way
         self._deaths: list[str] = []
-        self._told = 0  # of them
+        self._told = 0  # deaths reported so far
         self._closed = False
 
     def __enter__(self) -> EnginePool:
@@ -192,15 +193,15 @@ class EnginePool:
             finally:
                 with self._changed:
                     self._work = None
-                    # the parameters may be given up now, so that nobody may be reading them
+                    # the caller may free the parameters now, so no thread may still read them
                     self._changed.wait_for(lambda: not self._sending)
             self._tell(work)
         device = next(iter(params.values())).device
         return tree.map(lambda x: x.to(device), _joined(work, self._pad))
 
     def bring(self, params: Params) -> None:
-        """Send parameters that are kept for batches made ahead to the engines now, if the policy is on ranks of its
-        own, whose later reading would interrupt the training there."""
+        """Send the parameters for batches made ahead to the engines now, if the policy has ranks of its own: to read
+        them later would interrupt the training there."""
         if isinstance(self._policy.group, LocalGroup):
             return
         with self._one:
@@ -235,8 +236,9 @@ class EnginePool:
                 self._changed.notify_all()
 
     def _next(self, replica: _Replica) -> bool:
-        """Have an engine answer its next request; returns whether there may be more, and raises Lost once it is."""
-        with self._changed:  # in a function of its own: what waits here keeps no work, whose parameters are large
+        """Have an engine answer its next request. Returns False once the pool is closed, and raises Lost once the
+        engine is lost."""
+        with self._changed:  # a function of its own, so that a waiting thread keeps no work with its large parameters
             self._changed.wait_for(lambda: self._closed or replica.lost is not None or self._wanted())
             if self._closed:
                 return False
@@ -306,7 +308,7 @@ class EnginePool:
         """Send the weights to the engines that lack them. Engines that die meanwhile are taken out."""
         stale = {replica.group.name: replica for replica in replicas if not replica.holds(params, version)}
         for replica in stale.values():
-            replica.params = replica.origin = None  # whose memory is free now
+            replica.params = replica.origin = None  # frees their memory
         there: dict[str, dict[str, Any]] = {name: {} for name in stale}
         for bucket in self._policy.buckets(params) if stale else ():
             taken = at_once({name: partial(self._take, stale[name], bucket) for name in there})

@@ -1,4 +1,4 @@
-"""Reading: one pass over tokens behind what rows have read before, whole prompts among them."""
+"""Prefill: one pass over new tokens, after each row's cached ones."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from fppo_kernels.padding import Lengths, make_lengths, sent
 
 
 class RowContext(NamedTuple):
-    """The n tokens that a row has read: their keys and values, and the states after them."""
+    """The n cached tokens of a row: their keys and values, and the states after them."""
 
     length: int
     banks: Banks  # [K, H, n, D]
     states: States  # of one row
-    shift: int = 0  # by which a position differs from the number of its token, behind images
-    after: Next | None = None  # of one row, before it draws
+    shift: int = 0  # a position minus the number of its token, after images
+    after: Next | None = None  # what the row draws from first
 
     def apart(self) -> RowContext:
-        """The context with memory of its own."""
+        """A copy of the context, with memory of its own."""
         after = self.after and self.after.each(Tensor.clone)
         return self._replace(banks=tuple(x.clone() for x in self.banks), after=after)
 
 
 class Reading(NamedTuple):
-    """Tokens to read behind a context, or a whole prompt with its images, by an adapter or the policy as it is, and the
-    scores of it."""
+    """Tokens to prefill after a context, or a whole prompt with its images; None as `adapter` is the policy itself, and
+    `asked` are the scores to compute."""
 
     ids: Sequence[int]
     context: RowContext | None = None
@@ -55,18 +55,18 @@ class Reading(NamedTuple):
 
     @property
     def before(self) -> int:
-        """The number of tokens that were read before."""
+        """The number of cached tokens."""
         return 0 if self.context is None else self.context.length
 
     @property
     def length(self) -> int:
-        """The number of tokens once these are read."""
+        """The number of tokens after the prefill."""
         return self.before + len(self.ids)
 
 
 class RowRead(NamedTuple):
-    """The context of a row after a reading, in memory that rows of one pass share, the experts of its tokens, and the
-    scores that were asked for."""
+    """A row's result of a prefill: its context, in memory that the rows of one pass share, the experts of its new
+    tokens, and the scores that were asked for."""
 
     context: RowContext
     experts: Tensor | None  # [m, L, k]
@@ -74,9 +74,9 @@ class RowRead(NamedTuple):
 
 
 def read(bound: Bound, policy: DecodingPolicy, layout: BankLayout, readings: Sequence[Reading]) -> list[RowRead]:
-    """Reads, in passes of at most `policy.prefill_tokens` tokens together; rows of one adapter stand together.
+    """Prefill rows, in passes of at most `policy.prefill_tokens` tokens together; rows of one adapter are adjacent.
 
-    A model with carried states reads whole prompts alone: transformers goes on from states by one token at a time.
+    A model with carried states prefills only whole prompts: transformers continues from states by one token at a time.
     """
     first: dict[int, int] = {}
     kinds = [first.setdefault(id(reading.adapter), len(first)) for reading in readings]
@@ -90,7 +90,8 @@ def read(bound: Bound, policy: DecodingPolicy, layout: BankLayout, readings: Seq
 
 
 def owned(sizes: Sequence[tuple[Adapter | None, int]]) -> list[OwnRows]:
-    """The adapters of consecutive rows of a pass, so many of each."""
+    """The adapters of a pass, each with its slice of the rows; `sizes` has an adapter and a number of rows for each
+    part."""
     found, end = list[OwnRows](), 0
     for adapter, rows in groupby(sizes, key=lambda each: each[0]):
         start, end = end, end + sum(size for _, size in rows)
@@ -99,7 +100,7 @@ def owned(sizes: Sequence[tuple[Adapter | None, int]]) -> list[OwnRows]:
 
 
 def groups_within(sizes: Sequence[int], most: int) -> Iterator[slice]:
-    """Consecutive things of these sizes, at most `most` together, or one alone."""
+    """Split items of these sizes into consecutive groups of at most `most` in sum, or of one larger item."""
     start, total = 0, 0
     for i, size in enumerate(sizes):
         if i > start and total + size > most:
@@ -156,8 +157,8 @@ def _positions(reading: Reading) -> Tensor:
 def _attention(
     policy: DecodingPolicy, layout: BankLayout, readings: Sequence[Reading], lengths: Lengths, fill: int
 ) -> tuple[Banks, Attend]:
-    """Banks with the keys and values of all rows one behind the other, and the attention that fills those of new tokens
-    in."""
+    """Banks with the cached keys and values of all rows laid end to end, and an `attend` that writes those of new
+    tokens."""
     attention, device = policy.kernels.attention, layout.device
     whole = layout.row(sum(reading.length for reading in readings) + fill)
     calls, cache, new = count(), layout.layers(whole), None
@@ -198,7 +199,7 @@ def _hidden(
     attend: Attend,
     routes: Routes | None,
 ) -> Tensor:
-    """Hidden states [N, H] of packed tokens [N], with what images their rows have."""
+    """Hidden states [N, H] of packed tokens [N], with the images of their rows."""
     tokens, (images, positions) = tokens[None], place_images(policy.model, inputs, tokens, positions, sizes)
     embedded, deep = (None, None) if images is None else see(policy.model, policy.skeleton, tokens, images)
     positions = positions.unsqueeze(-2)
@@ -206,8 +207,8 @@ def _hidden(
 
 
 def tried(policy: DecodingPolicy) -> tuple[Layers, list[AttentionLayer], int]:
-    """The keys and values of a pass over one token for each rank, [N, H, D] each, what its calls ask of attention, and
-    the bytes of a row's states; call it inside `bind`."""
+    """Run one token for each rank, inside `bind`: its keys and values, [N, H, D] each, the arguments of each attention
+    call, and the bytes of a row's states."""
     ranks, device = policy.columns.axis.size, policy.head.weight.device
     kept, calls = caches.Layers(), list[AttentionLayer]()
     tokens, lengths = torch.zeros(1, ranks, dtype=torch.int64, device=device), make_lengths([1] * ranks, device)

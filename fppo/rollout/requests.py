@@ -6,8 +6,8 @@
             drawn, finished = requests.step()
         requests.add([Request(name="b", after="a", ids=observation, sampling=sampling, key=key)])
 
-A request is one turn of a row: tokens to read, then tokens to draw. It goes on `after` an earlier one by that one's own
-tokens and its keys, values and states, so that nothing is read twice and no sampled token goes through text.
+A request is one turn of a row: tokens to read, then tokens to draw. With `after` it continues an earlier one from that
+one's tokens, keys, values and states, so that no token runs twice and no sampled token is decoded and encoded again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ End = Literal["stop", "length", "cancelled"]
 
 
 class QueueFull(RuntimeError):
-    """More requests than an engine was opened for; none of those that came together was taken."""
+    """Raised if more requests would wait than an engine was opened for; none of the call's requests was added."""
 
 
 def _check_one(_: object, attribute: attrs.Attribute, value: Sampling) -> None:
@@ -41,22 +41,22 @@ def _check_one(_: object, attribute: attrs.Attribute, value: Sampling) -> None:
 class Request:
     """One turn of a row: `ids` to read, then at most `sampling.max_tokens` to draw.
 
-    Without `after`, `ids` are a whole prompt. With the name of an earlier request, which was to `keep` its context and
-    has ended, they are what follows its tokens: an observation, or nothing. Several may go on after the same one, also
-    after it was cancelled.
+    Without `after`, `ids` are a whole prompt. With the name of an earlier request, they follow its tokens: an
+    observation, or nothing. That request must have ended, and must `keep` its context. Several may continue the same
+    one, even if it was cancelled.
 
     Draw number i depends on the key, the `row` and `position` + i alone: not on when a request comes, nor on which
     others are being answered. `keep` keeps the context, once the request ends, until it is released. `inputs` are the
     images of a whole prompt.
 
-    The policy is the engine's own, or that of an `adapter` which the engine has by this name. Places are dealt in turn
-    among the `owner`s of what waits (None: the adapter). `scores` are log-probs to report beside the tokens.
+    The policy is the engine's own, or the `adapter` that the engine has by this name. Places go in turn to the `owner`s
+    of waiting requests (None: the adapter). `scores` are log-probs to report beside the tokens.
 
-    Raises ValueError for a sampling of several rows, for a prompt without tokens, for images behind other tokens, and
-    for scores that do not fit the prompt.
+    Raises ValueError for `sampling.n` above 1, for a prompt without tokens, for images with `after`, and for scores
+    that do not fit the prompt.
     """
 
-    name: str  # of which an engine knows one at a time
+    name: str  # unique among the requests that an engine has
     ids: tuple[int, ...] = attrs.field(converter=tuple)
     sampling: Sampling = attrs.field(validator=_check_one)
     key: Key
@@ -147,11 +147,12 @@ class Requests(Protocol):
     def counts(self) -> RequestCounts: ...
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Takes requests in; those of one call with equal prompts and images are read once, as samples of a prompt are.
+        """Add requests, all of them or none. Equal prompts with the same `inputs` in one call are prefilled once, as
+        samples of a prompt are.
 
-        All are taken or none. Raises QueueFull for more than may wait, and ValueError, which names the request, for a
-        name that is taken, one to go on after that is not kept, tokens that the model does not have, a row that may
-        outgrow `limit`, an adapter that the engine does not have, and whatever an engine cannot do.
+        Raises QueueFull if too many would wait, and ValueError, which names the request, for a name in use, an `after`
+        that is not kept, tokens outside the vocabulary, a row that may outgrow `limit`, an unknown adapter, and
+        whatever else an engine cannot do.
         """
         ...
 
@@ -160,34 +161,35 @@ class Requests(Protocol):
         ...
 
     def cancel(self, names: Sequence[str]) -> None:
-        """Ends requests where they are; the next step reports them as "cancelled". Others are passed over."""
+        """End requests; the next step reports them as "cancelled". Names that are not open are ignored."""
         ...
 
     def release(self, names: Sequence[str]) -> None:
-        """Forgets the contexts of requests, once they have ended. Others are passed over."""
+        """Forget the contexts of requests that have ended. Names that are not kept are ignored."""
         ...
 
     def update(self, params: Mapping[str, Tensor], version: int) -> None:
-        """Goes on with newer parameters. What was read before is read anew, so that each token's log-prob is of one
+        """Continue with newer parameters. Contexts are computed anew, so that each token's log-prob belongs to one
         policy. Every rank of a mesh that cuts parameters must call."""
         ...
 
 
 class AdapterRequests(Requests, Protocol):
-    """Requests of an engine that answers by adapters of its base side by side, each row by the one that it names."""
+    """Requests of an engine that runs several adapters of its base side by side, each row with the one that it
+    names."""
 
     def put(self, name: str, adapter: Adapter, version: int = 0) -> None:
-        """Gives the engine an adapter under a name, in place of an earlier one of that name.
+        """Give the engine an adapter under a name, in place of an earlier one of that name.
 
-        The factors are copied. In place of an earlier one it is in flight: rows under way draw on by the newer factors,
-        and what they have read stays as it was read. To leave them as they are, give another name.
+        The factors are copied. A replacement is in flight: open rows draw with the newer factors, and their cached
+        tokens stay as they were computed. To leave these rows as they are, give another name.
 
-        Raises ValueError for an adapter that does not fit the base, or of weights that cannot run side by side.
+        Raises ValueError for an adapter that does not fit the base, or whose weights cannot run side by side.
         """
         ...
 
     def drop(self, name: str) -> None:
-        """Forgets an adapter, with the kept contexts that were read by it. A name that is not known is passed over.
+        """Forget an adapter, and the kept contexts that were computed with it. Unknown names are ignored.
 
         Raises ValueError while requests with it are open.
         """

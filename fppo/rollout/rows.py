@@ -1,4 +1,4 @@
-"""Rows that requests ask for, as an engine holds them: what was read and drawn, and what is wrong with a request."""
+"""Rows of requests inside an engine, with their contexts and draws, and checks of requests."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from fppo.rollout.scores import DrawnScores, PromptScores, ScoredPrompt, TopToke
 
 @attrs.define(eq=False)
 class SharedPrompt:
-    """A prompt that several requests have, which is read once."""
+    """A prompt of several requests, prefilled once."""
 
     missing: int  # rows that have not begun to draw
-    read: RowRead | None = None  # once it has been
+    read: RowRead | None = None  # once it is prefilled
     asked: dict[str, ScoredPrompt] = attrs.field(factory=dict)  # by the names of those requests that score it
     scores: dict[str, PromptScores] = attrs.field(factory=dict)
 
     def taken(self, new: RowRead | None) -> RowRead:
-        """Gives a row what it draws on from, `new` where it was read just now."""
+        """Give a row the prefilled prompt; `new` is the result, if it was prefilled just now."""
         if self.read is None:
             assert new is not None
             self.read, self.scores = new, dict(zip(self.asked, new.scores, strict=True))
@@ -35,27 +35,27 @@ class SharedPrompt:
         return self.read
 
     def left(self, name: str) -> PromptScores | None:
-        """The scores of a request that begins to draw, or does no more."""
+        """The scores of a request that begins to draw or is cancelled; the prompt then forgets it."""
         self.asked.pop(name, None)
         return self.scores.pop(name, None)
 
     def settle(self) -> None:
-        """Keeps what was read for rows that begin later, in memory of its own."""
+        """Keep the prefilled prompt for rows that begin later, in memory of its own, or drop it if there are none."""
         if self.read is not None:
             self.read = self.read._replace(context=self.read.context.apart()) if self.missing else None
 
 
 @attrs.define(eq=False)
 class OpenRow:
-    """A request and what has come of it."""
+    """A request and its progress."""
 
     request: Request
     ids: list[int]  # of the whole row, with what it has drawn
     inputs: RowInputs | None
-    kind: int  # of its sampling, among those that draw alike
-    context: RowContext | None = None  # what has been read, while it waits
+    kind: int  # index of its kind of sampling
+    context: RowContext | None = None  # its cached tokens, while it waits
     prompt: SharedPrompt | None = None  # until it begins to draw
-    feed: deque[int] = attrs.field(factory=deque)  # read one by one, before it draws
+    feed: deque[int] = attrs.field(factory=deque)  # tokens to run one by one before it draws
     pending: int = 0  # the next token to be run
     fed: int = 0
     tokens: list[int] = attrs.field(factory=list)
@@ -76,17 +76,17 @@ class OpenRow:
 
     @property
     def name(self) -> str:
-        """The request's."""
+        """The request's name."""
         return self.request.name
 
     @property
     def owner(self) -> str | None:
-        """Among whom places are dealt in turn."""
+        """The owner of the row; owners get places in turn."""
         return self.request.adapter if self.request.owner is None else self.request.owner
 
     @property
     def top(self) -> int:
-        """How many likeliest tokens are to be told of each of its draws; 0: nothing."""
+        """The number of likeliest tokens to report for each of its draws; 0: nothing."""
         return 0 if self.request.scores is None else self.request.scores.drawn_top
 
     @property
@@ -101,11 +101,11 @@ class OpenRow:
 
     @property
     def unread(self) -> list[int]:
-        """The tokens behind its context."""
+        """The tokens after its context, which have not run yet."""
         return self.ids if self.context is None else self.ids[self.context.length :]
 
     def take(self, token: int, log_prob: float, sampling_log_prob: float, version: int) -> End | None:
-        """Takes a drawn token in. Returns how the request ends with it; None if it goes on."""
+        """Append a drawn token. Returns how the request ends with it; None if it continues."""
         self.ids.append(token)
         self.tokens.append(token)
         self.log_probs.append(log_prob)
@@ -139,19 +139,19 @@ class OpenRow:
 
 @attrs.frozen(eq=False)
 class KeptRow:
-    """A request that has ended, and that others may go on after."""
+    """An ended request, which others may continue."""
 
     ids: Sequence[int]
     inputs: RowInputs | None
-    context: RowContext | None = None  # what of it has been read
-    adapter: str | None = None  # by which
+    context: RowContext | None = None  # None: it is to be computed anew
+    adapter: str | None = None  # that computed it
 
 
 def check_adapters(
     requests: Sequence[Request], adapters: Container[str], kept: Mapping[str, KeptRow], size: int
 ) -> None:
-    """Raises ValueError for requests by adapters that are not there, for those after one by another adapter, and for
-    targets that a vocabulary of `size` tokens does not have."""
+    """Raises ValueError for unknown adapters, for an `after` with another adapter, and for targets outside a vocabulary
+    of `size` tokens."""
     for request in requests:
         if request.adapter is not None and request.adapter not in adapters:
             text = f"there is no adapter {request.adapter!r}: `put` it first"
@@ -167,7 +167,7 @@ def check_adapters(
 
 
 def check_without(requests: Sequence[Request], engine: str) -> None:
-    """Raises ValueError for requests by adapters, and for scores, of an engine that has neither."""
+    """Raises ValueError for requests with an adapter or scores, to an engine that has neither."""
     for request in requests:
         wrong = [name for name in ("adapter", "scores") if getattr(request, name) is not None]
         if wrong:
@@ -176,7 +176,7 @@ def check_without(requests: Sequence[Request], engine: str) -> None:
 
 
 def check_names(requests: Sequence[Request], kept: Container[str], used: Container[str]) -> None:
-    """Raises ValueError for requests whose names are `used` or `kept`, and for those after others than are kept."""
+    """Raises ValueError for names that are `used` or `kept`, and for an `after` that is not kept."""
     seen: set[str] = set()
     for request in requests:
         if request.name in used or request.name in kept or request.name in seen:
@@ -191,8 +191,8 @@ def check_names(requests: Sequence[Request], kept: Container[str], used: Contain
 def check_tokens(
     request: Request, before: int, *, size: int, limit: int | None, why: str = "a row of the model has at most"
 ) -> None:
-    """Raises ValueError for tokens that a vocabulary of `size` tokens does not have, and for a row, with so many tokens
-    before the request, that may outgrow an engine's limit; `why` is that."""
+    """Raises ValueError for tokens outside a vocabulary of `size` tokens, and for a row that may outgrow an engine's
+    `limit`. `before` counts its tokens before the request; `why` is the error's word for the limit."""
     check_stops(request.sampling, size)
     if request.ids and not 0 <= min(request.ids) <= max(request.ids) < size:
         text = f"tokens that the model's vocabulary of {size} tokens does not have"

@@ -1,4 +1,4 @@
-"""Log-probs of a request beside those of its draws: of its prompt, of the likeliest tokens, of any targets.
+"""Log-probs that a request reports beside those of its draws: of its prompt, of the likeliest tokens, of any targets.
 
 All are under softmax(logits), without temperature, top-k or top-p. Logits are computed for some positions at a time, so
 that memory does not grow with the prompt.
@@ -27,11 +27,11 @@ class Scores:
     """The log-probs that a request is to report, for a prompt of P tokens.
 
     - `prompt`: of the prompt's own tokens, each given those before it
-    - `prompt_top`: of so many likeliest tokens at each of its positions
-    - `last`: these two of the last so many tokens alone, from 1 to P - 1; None: of all but the first
+    - `prompt_top`: of this many likeliest tokens at each of its positions
+    - `last`: limits these two to this many last tokens, from 1 to P - 1; None: all tokens but the first
     - `targets`: of these tokens, int64 [P - 1, K]; row i stands for position i + 1, and -1 for none
-    - `draws`: of so many tokens drawn at each position but the first, with replacement, at the request's temperature
-    - `drawn_top`: of so many likeliest tokens where the request draws, and of its draws
+    - `draws`: of this many tokens drawn at each position but the first, with replacement, at the request's temperature
+    - `drawn_top`: at each draw of the request, of the drawn token and of this many likeliest ones
 
     Raises ValueError for negative numbers, and for targets that are no ids [P - 1, K].
     """
@@ -56,12 +56,12 @@ class Scores:
 
     @property
     def of_prompt(self) -> bool:
-        """Whether any are of the prompt."""
+        """Whether any of them are for the prompt."""
         return bool(self.prompt or self.prompt_top or self.targets is not None or self.draws)
 
     def check(self, what: str, length: int | None) -> None:
-        """Raises ValueError, which begins with `what`, where they do not fit a prompt of so many tokens, or where there
-        is no whole one (None)."""
+        """Raises ValueError, beginning with `what`, if they do not fit a prompt of `length` tokens, or if there is no
+        whole prompt (None)."""
         if not self.of_prompt:
             return
         if length is None:
@@ -73,7 +73,7 @@ class Scores:
             raise ValueError(f"{what}: scores.targets has {rows} rows, and a prompt of {length} tokens {length - 1}")
 
     def begin(self, length: int) -> int:
-        """The first position of a prompt of so many tokens whose logits are needed; `length` if there is none."""
+        """The first position of a prompt of `length` tokens whose logits are needed; `length` if there is none."""
         begins = [length]
         if self.draws:
             begins.append(1)
@@ -85,14 +85,14 @@ class Scores:
 
 
 class TopTokens(NamedTuple):
-    """The likeliest tokens at some positions, the likeliest first; of a vocabulary of fewer tokens all of them."""
+    """The likeliest tokens at some positions, in descending order; all tokens of a smaller vocabulary."""
 
     ids: Tensor  # int64 [*, k]
     log_probs: Tensor  # [*, k]
 
 
 class PromptScores(NamedTuple):
-    """The log-probs of a prompt of P tokens, on the host; nan, and -1 in place of an id, where none was to be found."""
+    """The log-probs of a prompt of P tokens, on the host; nan, and -1 as an id, where none was asked for."""
 
     log_probs: Tensor | None = None  # [P]
     top: TopTokens | None = None  # [P, k]
@@ -158,7 +158,7 @@ def prompt_scores(
 
 
 class _Positions(NamedTuple):
-    """Some positions of a prompt, and what the model has before each of them."""
+    """Consecutive positions of a prompt, with the hidden states and logits before each."""
 
     start: int
     hidden: Tensor  # [N, H]
@@ -204,7 +204,7 @@ class _Sheet:
         self._draws: list[TopTokens] = []
 
     def fill(self, part: _Positions, tokens: Tensor, exact: TokenLogProbs | None) -> None:
-        """Notes the scores of some positions."""
+        """Append the scores of some positions."""
         scores, own = self._asked.scores, part.behind(self._begin)
         if scores.prompt and own.start < own.end:
             self._log_probs.append(own.log_probs(tokens[own.start : own.end, None], exact)[:, 0].cpu())
@@ -227,7 +227,7 @@ class _Sheet:
         return draw_each(part.logits, sent(numbers, part.logits.device), sampling)
 
     def result(self) -> PromptScores:
-        """All of them."""
+        """The scores of the whole prompt."""
         scores, length = self._asked.scores, self._length
         return PromptScores(
             _filled(self._log_probs, length, torch.nan) if scores.prompt else None,
@@ -238,7 +238,7 @@ class _Sheet:
 
 
 def _filled(parts: Sequence[Tensor], rows: int, fill: float) -> Tensor:
-    """The parts one behind the other, at the end of `rows` rows; `fill` is before them."""
+    """Concatenate the parts at the end of `rows` rows, after rows of `fill`."""
     if not parts:
         return torch.full((rows,), fill)
     found = torch.cat([*parts])

@@ -31,7 +31,7 @@ ALL = AXES
 class SpreadEngine:
     """An engine on every rank: each answers some of the prompts, and all get the whole rollout, in its usual order.
 
-    The engine knows how parameters lie on the mesh; ranks of the axes `together` answer the prompts of all of them
+    The engine knows how parameters are sharded on the mesh; ranks of the axes `together` answer all of their prompts
     together. If its draws depend on the key and the rows alone, the rollout is that of one process.
     """
 
@@ -68,8 +68,8 @@ class SpreadEngine:
     def open(
         self, params: Mapping[str, Tensor], *, version: int = 0, most_waiting: int | None = None
     ) -> Iterator[Requests]:
-        """This rank's engine, open for requests, which it answers alone or with those of the axes `together`; one that
-        cannot be open answers on all ranks together."""
+        """This rank's engine, open for requests, which it answers alone or with the ranks of its axes `together`. An
+        engine without `open` answers on all ranks together."""
         how = {"version": version, "most_waiting": most_waiting}
         if hasattr(self.engine, "open"):
             opening = opened(self.engine, params, **how)
@@ -124,7 +124,7 @@ def requested_together(shares: Sequence[Sequence[int]], mesh: Mesh, axes: Sequen
 
 @attrs.frozen(kw_only=True)
 class FetchingEngine:
-    """An engine for parameters on the host, which are on the device for the call."""
+    """An engine for parameters in host memory, which are copied to the device for each call."""
 
     engine: Engine
     lane: Lane
@@ -145,24 +145,24 @@ class FetchingEngine:
 
 @attrs.frozen
 class FetchingRequests:
-    """Requests of an engine whose newer parameters are on the host."""
+    """Requests of an engine that gets newer parameters in host memory."""
 
     inner: Requests
     lane: Lane
 
     @property
     def together(self) -> tuple[str, ...]:
-        """The engine's."""
+        """Implement `Requests.together`."""
         return self.inner.together
 
     @property
     def limit(self) -> int | None:
-        """The engine's."""
+        """Implement `Requests.limit`."""
         return self.inner.limit
 
     @property
     def counts(self) -> RequestCounts:
-        """The engine's."""
+        """Implement `Requests.counts`."""
         return self.inner.counts
 
     def add(self, requests: Sequence[Request]) -> None:

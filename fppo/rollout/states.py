@@ -1,4 +1,4 @@
-"""The states that mixers carry along the rows that are being generated, in transformers' own cache."""
+"""The recurrent states of mixers for rows under generation, in transformers' own cache."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class States:
         self._cache = DynamicCache(config=model.config if model.stateful else None)
 
     def __call__(self, mixer: Mixer, hidden: Tensor) -> Any:
-        """Run a mixer on rows of tokens [R, S, H] that go on from these states."""
+        """Run a mixer on rows of tokens [R, S, H] that continue from these states."""
         return mixer(hidden, self._cache)
 
     def take_(self, index: Tensor) -> States:
-        """These states with rows `index` [r] in the place of all."""
+        """Keep only the rows `index` [r], in this order."""
         self._change_(lambda x: x.index_select(0, index))
         return self
 
     def picked(self, index: Sequence[int]) -> States:
-        """A copy of the states of some rows; without states themselves."""
+        """A copy of the states of some rows; for a model without states, the object itself."""
         if not self._cache.layers:
             return self
         other, cache = States.__new__(States), copy.copy(self._cache)
@@ -55,7 +55,7 @@ class States:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row's."""
+        """Bytes of one row's states."""
         return sum(x[0].numel() * x.element_size() for kept in self._kept() for x in kept.values() if x is not None)
 
     def _kept(self) -> Iterator[dict[int, Tensor | None]]:
@@ -81,7 +81,7 @@ class States:
 class PromptStates:
     """Carries states along packed prompts, from zero in each, and keeps those after each prompt's last token.
 
-    Prompts of one length run together and no others: a state after padding is another, whatever a mask says (where a
+    Only prompts of one length run together: padding before a prompt changes its states, even if it is masked (where a
     mixer's projection has a bias, transformers' own left-padded prompts begin with another convolution).
     """
 

@@ -1,8 +1,8 @@
-"""One more token per row: the forward pass of a step of generation, as it is or recorded once and replayed.
+"""Decoding steps: the forward pass for one more token per row, as it is or recorded once and replayed.
 
 On a GPU a step of a small model takes as long as the host needs to launch its many operations. Recorded as a CUDA graph
-they are one launch. What is recorded runs on the same tensors at every replay, so that it reads all columns of the
-cache and hides those that are not yet written.
+they are one launch. A recording uses the same tensors at every replay, so that it reads all columns of the cache and
+masks those that are not yet written.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from fppo_kernels.table import Kernels
 
 
 class Next(NamedTuple):
-    """The logits after one more token per row, the hidden states that they are of, and the experts that its routers
-    chose, where they tell."""
+    """The logits after one more token per row, the hidden states that the head got, and the routers' experts, if
+    recorded."""
 
     logits: Tensor  # [R, V]
     hidden: Tensor | None = None  # [R, H]
     experts: Tensor | None = None  # [R, L, k]
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Next:
-        """All tensors, changed in one way."""
+        """Apply `change` to each tensor."""
         hidden, experts = (None if x is None else change(x) for x in (self.hidden, self.experts))
         return Next(change(self.logits), hidden, experts)
 
 
 # the log-probs [N] of tokens [N] by the hidden states [N, H] before them
 HeadLogProbs = Callable[[Tensor, Tensor], Tensor]
-# what comes of one more token per row [R], whose keys and values go to a column of the cache
+# runs one more token per row [R], and writes its keys and values to a column of the cache
 Advance = Callable[[Tensor, int], Next]
 
 
@@ -56,15 +56,15 @@ class DecodingPolicy(NamedTuple):
 
     model: Model
     skeleton: PreTrainedModel
-    decoder: Decoder | None  # of its language model, if that is of a kind that has one
+    decoder: Decoder | None  # of its language model; None if it is of an unknown class
     head: Head
-    product: Callable[..., Tensor]  # of hidden states with it, in float32 or wider
-    columns: Columns  # that it gives
+    product: Callable[..., Tensor]  # of hidden states with the head, in float32 or wider
+    columns: Columns  # the head's columns on this rank
     kernels: Kernels
     prefill_tokens: int
     record: Record | None  # of steps, or none
-    routers: tuple[Router, ...] = ()  # those that tell what they choose
-    scores: HeadLogProbs | None = None  # what the training pass calls log-probs, where the rollout is to have these
+    routers: tuple[Router, ...] = ()  # those whose choices are recorded
+    scores: HeadLogProbs | None = None  # the training pass's log-probs, if the rollout is to have them
 
     @property
     def text(self) -> PreTrainedModel:
@@ -89,16 +89,17 @@ class LiveRows(NamedTuple):
     starts: Tensor  # int64 [R, 1], the column of each row's position 0: after images it is not that of its first token
     states: States
     bounds: tuple[int, int] | None = None  # the least and the most padding, where the host has them
-    owned: Sequence[OwnRows] = ()  # by adapters
+    owned: Sequence[OwnRows] = ()  # rows that use adapters
     own: Sequence[OwnSteps] = ()  # the same for a decoder
 
 
 def plain_steps(
     policy: DecodingPolicy, asked: Sequence[AttentionLayer], length: int, *, alike: bool
 ) -> Callable[[LiveRows], Advance]:
-    """Steps of rows of at most `length` tokens that are computed as they are, for rows as they stand.
+    """A function that makes the step for given rows, without recording; rows have at most `length` tokens.
 
-    `asked` is what each layer asks of attention; `alike` says that a row's positions begin where its padding ends.
+    `asked` are the arguments of each layer's attention; `alike` says that a row's positions begin where its padding
+    ends.
     """
     next_hidden, kernel = _hidden_of(policy, asked, length), policy.kernels.decode_attention
 
@@ -121,7 +122,7 @@ def plain_steps(
 def fixed_steps(
     policy: DecodingPolicy, asked: Sequence[AttentionLayer], length: int, record: Record
 ) -> Callable[[LiveRows], Advance]:
-    """`plain_steps` that `record` may record: a step is a function of tensors that stay where they are."""
+    """`plain_steps` that `record` may record: a step is a function of tensors that stay in place."""
     next_hidden, kernel = _hidden_of(policy, asked, length), policy.kernels.decode_attention
 
     def of(rows: LiveRows) -> Advance:
@@ -129,7 +130,7 @@ def fixed_steps(
 
         def step() -> Tensor:
             attend = caches.fixed_attention(kernel, rows.cache, column, rows.pads)
-            positions = (column - rows.starts).clamp(max=length - 1)  # of places without a row it means nothing
+            positions = (column - rows.starts).clamp(max=length - 1)  # meaningless in places without a row
             hidden = next_hidden(tokens, positions, attend, None, ())
             return logits_of(policy.head, hidden, policy.product)
 
@@ -146,7 +147,7 @@ def fixed_steps(
 
 
 def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [*, H] @ weight [V, H].T + bias in float32, of tensors in 16 bits on a GPU, which are not widened first."""
+    """x [*, H] @ weight [V, H].T + bias in float32, for 16-bit tensors on a GPU, which are not widened first."""
     product = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(0, x.shape[:-1])
     return product if bias is None else product + bias.float()
 
@@ -154,10 +155,11 @@ def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _hidden_of(
     policy: DecodingPolicy, asked: Sequence[AttentionLayer], length: int
 ) -> Callable[[Tensor, Tensor, Attend, Routes | None, Sequence[OwnSteps]], Tensor]:
-    """The hidden states [R, H] after one more token per row [R, 1], at positions [R, 1], or [1, 1] if all have one.
+    """A function that returns hidden states [R, H] after one more token per row [R, 1], at positions [R, 1] or, if
+    equal, [1, 1].
 
-    Rows become at most `length` tokens long. A decoder of layers without experts has no routers that could tell.
-    Modules have the rows of adapters in their weights, a decoder as the last argument.
+    Rows have at most `length` tokens. A decoder has no experts, and so no routes to record. Modules have the rows of
+    adapters in their weights; a decoder gets them as the last argument.
     """
     decoder, axis = policy.decoder, policy.columns.axis
 
@@ -183,7 +185,8 @@ def _hidden_of(
 
 
 def _padding(rows: LiveRows) -> tuple[int, Tensor | None]:
-    """The first column that any row uses, and what hides each row's padding."""
+    """The first column that any row uses, and the attention bias that hides padding; None if no row has more than
+    others."""
     first, last = rows.bounds or (int(x) for x in rows.pads.aminmax())
     if first == last:
         return first, None

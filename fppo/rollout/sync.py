@@ -3,7 +3,7 @@
     for bucket in renamed(reshard(params, model.shapes, mesh, bucket_bytes=1 << 28), rename):
         ...  # bucket.tensors, bucket.digests
 
-What an engine was sent, it digests again; `compare` names what went wrong on the way.
+The engine digests what it got again; `compare` names the tensors that went wrong on the way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows that wait for places, which are dealt to their owners in turn: nobody's many rows keep another's few waiting."""
+"""Rows that wait for places. Owners have turns, so that nobody's many rows keep another's few waiting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ Fits = Callable[[OpenRow, Sequence[OpenRow], bool], bool]  # a row, those dealt 
 
 
 class WaitingRows:
-    """Rows by owner: fresh prompts, and rows that come back, which hold memory and go first among those of an owner."""
+    """Waiting rows by owner: fresh prompts, and rows that come back. These hold memory, and go before their owner's
+    prompts."""
 
     def __init__(self) -> None:
         self._coming: dict[str | None, deque[OpenRow]] = {}
@@ -35,7 +36,8 @@ class WaitingRows:
         self._queue(row, fresh=fresh).append(row)
 
     def put_back(self, rows: Sequence[OpenRow]) -> None:
-        """Puts rows that had places before the others of their owners, in their order, and the owners before others."""
+        """Put back rows that had places: before the others of their owners, in their order, with their owners first in
+        turn."""
         for row in reversed(rows):
             self._queue(row, fresh=False).appendleft(row)
         first = {row.owner: None for row in rows}
@@ -54,7 +56,7 @@ class WaitingRows:
     def deal(self, fits: Fits) -> list[OpenRow]:
         """Takes out the rows that begin now: the first one of each owner in turn, as long as they fit.
 
-        A row that does not fit keeps all of its kind waiting, and its owner the turn.
+        If a row does not fit, all rows of its kind (fresh or not) wait, and its owner keeps the turn.
         """
         dealt: list[OpenRow] = []
         blocked: set[bool] = set()

@@ -1,10 +1,10 @@
-"""Serve: a policy behind OpenAI's protocol, for programs that know nothing of training; what they are told is recorded.
+"""Serve a policy by OpenAI's protocol to programs that know nothing of training; its answers are recorded.
 
 In: an engine that is open for requests, a tokenizer, a key, bounds. Out: answers over HTTP, and episodes: rows of ids
 with masks, log-probs and versions, as rollouts.
 A name is imported when it is first used: worker processes, which play agents, load no torch.
 Begin with `service.Service`, the way from a request to an answer; `app` has the key and the bounds of all routes,
-`openai` those of this protocol, `loop` the thread that decodes, `engine` an engine of agents to train.
+`openai` the routes of this protocol, `loop` the thread that decodes, `engine` an engine of agents to train.
 """
 
 from typing import TYPE_CHECKING

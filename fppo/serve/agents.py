@@ -1,7 +1,7 @@
 """Agents: programs that speak to an OpenAI-compatible endpoint. Worker processes import this module; it loads no torch.
 
-An agent is `play(row, base_url, api_key)`, a function or a coroutine: it makes a client of the URL and the key, does
-what it does, and returns a score, a number or a dict with "score" and other named numbers.
+An agent is `play(row, base_url, api_key)`, a function or a coroutine: it makes a client from the URL and the key, does
+its work, and returns a score: a number, or a dict with "score" and other named numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fppo.workers.sample import Kind, Sample, name_of
 
 _log = logging.getLogger("fppo.serve")
 _CALL = "call"  # the key under which a worker's sample holds the arguments
-RowChoice = Literal["longest", "all"]  # those of an episode that are trained on
+RowChoice = Literal["longest", "all"]  # the rows of an episode that are trained on
 Play = Callable[[Mapping[str, Any], str, str], Any]
 
 
@@ -29,7 +29,7 @@ class Agent:
 
     In each process at most `concurrency` episodes are played at a time, for at most `time_limit` seconds. An agent that
     edits its history begins another row; `rows` is "longest" or "all", as `AgentEngine` has it. Raises ValueError for a
-    name that does not import, and for bounds that are none.
+    name that does not import, and for invalid bounds.
     """
 
     def __init__(self, *, play: str, concurrency: int = 64, time_limit: float = 300.0, rows: str = "longest") -> None:
@@ -122,7 +122,7 @@ class AgentRunner(FunctionRunner):
         )
 
     def play(self, rows: Sequence[Mapping[str, Any]], urls: Sequence[str], key: str, base: str) -> list[PlayedEpisode]:
-        """The scores of an episode for each row, of which each has a URL of its own."""
+        """Play an episode for each row, at a URL of its own, and return their scores."""
         del base
         calls = [(dict(row), url, key) for row, url in zip(rows, urls, strict=True)]
         samples = [Sample("", "", None, "", {_CALL: call}, (), (), "stop") for call in calls]

@@ -1,4 +1,5 @@
-"""The server's application: a key, bounds of bodies and errors in the protocol's form, for whatever routes it has."""
+"""The server's application, for any routes: it checks the key, bounds bodies, and gives errors in the protocol's
+form."""
 
 from __future__ import annotations
 
@@ -23,19 +24,19 @@ Receive = Callable[[], Awaitable[_Message]]
 Send = Callable[[_Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 HEALTH = "/health"
-CLOSING = (401, 408, 413)  # errors behind which the connection closes: who sends on is not waited for
+CLOSING = (401, 408, 413)  # statuses after which the connection closes, without waiting for the rest of a body
 _GONE = 499  # the status that servers note for a client that has gone; nobody reads it
 
 
 def app_of(routers: Sequence[APIRouter], *, key: str, bounds: Bounds) -> App:
-    """The application of these routes: whoever gives another key than this gets an error, and nothing else.
+    """The application of these routes. A request without this key gets an error, and nothing else.
 
-    GET /health answers without a key: as the routers have it, or that all is well. Raises ValueError for an empty key.
+    GET /health answers without a key: by a router's own route, or that all is well. Raises ValueError for an empty key.
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     for router in routers:
         app.include_router(router)
-    app.add_api_route(HEALTH, _healthy)  # behind that of a router
+    app.add_api_route(HEALTH, _healthy)  # a router's own comes first
     for kind in (ApiError, AnyHTTPException, HTTPException, Exception):
         app.add_exception_handler(kind, _refused)
     plain = by_plain_routes(routers, app, _refused, known=(ApiError, AnyHTTPException))
@@ -52,8 +53,8 @@ def by_plain_routes(
     """An application that calls the routers' plain routes itself, and leaves all else to `app`.
 
     Plain routes are those that `add_route` adds: their endpoints take a request and return a response. The layers of
-    FastAPI would cost more processor time than the rest of a short answer. `refused` makes a response of an error; one
-    that is none of the `known` kinds is raised again behind it, for the server's log.
+    FastAPI would cost more processor time than the rest of a short answer. `refused` makes a response from an error. An
+    error of none of the `known` kinds is raised again after the response, for the server's log.
     """
     routes = [route for router in routers for route in router.routes if type(route) is Route]
 
@@ -112,7 +113,7 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
 
 @attrs.frozen(kw_only=True)
 class Body:
-    """A body that has been read; what comes behind it comes as it did."""
+    """A `receive` that gives a body that has been read, and then whatever comes after it."""
 
     body: bytes
     receive: Receive
@@ -153,7 +154,7 @@ class Guard:
         self._app, self._key, self._bounds = app, f"Bearer {key}".encode(), bounds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A request, or what else a server tells its application."""
+        """Handle a request, or any other event of the server."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
             return

@@ -1,7 +1,7 @@
-"""Calls of tools in what a policy says: read by the tokenizer's response template, or as its chat template writes them.
+"""Read calls of tools in a policy's turns: by the tokenizer's response template, or as its chat template writes them.
 
-A tokenizer of transformers may bring a parser of its model's turns, `response_template`. Without one the chat template
-is shown a call with a name that nothing else has; where that stands as JSON between two texts, calls are read so.
+A tokenizer of transformers may have a parser of its model's turns, `response_template`. Without one the chat template
+renders a call with a unique name. If that call is JSON between two texts, calls are read in this form.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ToolCall(NamedTuple):
 
 
 class ParsedTurn(NamedTuple):
-    """A turn of the policy as a message has it."""
+    """A turn of the policy, in the parts of a message."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
@@ -55,20 +55,20 @@ _SPOKEN = ("content", "reasoning_content", "thinking")
 
 @attrs.frozen
 class ResponseTemplate:
-    """Turns as the tokenizer's own `response_template` reads them, with every part of a field that has several."""
+    """A parser of turns by the tokenizer's own `response_template`, which keeps every part of a field with several."""
 
     tokenizer: Any
 
     @cached_property
     def _template(self) -> Mapping[str, Any]:
-        """The template, whose fields of text list their parts: it keeps the last part alone otherwise."""
+        """The template, changed so that text fields list all their parts; otherwise it keeps the last part alone."""
         own = self.tokenizer.response_template
         fields, given = own["fields"], own.get("defaults", {})
         listed = {name: {**fields[name], "repeats": True} for name in _SPOKEN if name in fields and name not in given}
         return {**own, "fields": {**fields, **listed}}
 
     def __call__(self, text: str, whole: str, before: str, tools: Sequence[Tool]) -> ParsedTurn:
-        """The turn; without calls and reasoning where the template fails on it."""
+        """The parsed turn; its text alone if the template fails on it or finds no calls."""
         try:
             shown = [dict(tool) for tool in tools]
             said = self.tokenizer.parse_response(whole, self._template, prefix=before, tools=shown)
@@ -94,9 +94,10 @@ def _call_of(call: Mapping[str, Any]) -> ToolCall:
 
 @attrs.frozen
 class BetweenTexts:
-    """Calls as JSON objects of a name and arguments, each behind the text `opening` and before `closing`.
+    """A parser of calls that are JSON objects with a name and arguments, each between the texts `opening` and
+    `closing`.
 
-    An opening that ends in a bracket begins a list: further calls in it stand behind commas.
+    An opening that ends in a bracket begins a list, in which further calls follow after commas.
     """
 
     opening: str
@@ -104,7 +105,7 @@ class BetweenTexts:
     arguments: str  # the key of the arguments
 
     def __call__(self, text: str, whole: str, before: str, tools: Sequence[Tool]) -> ParsedTurn:
-        """The turn, whose content is all that is no call: what stands before, between and behind them."""
+        """The parsed turn; its content is the text before, between and after the calls."""
         del whole, before, tools
         calls, parts, left = list[ToolCall](), list[str](), text
         while (found := self._next(left, listed=bool(calls) and self.opening.endswith("["))) is not None:
@@ -119,8 +120,8 @@ class BetweenTexts:
         return ParsedTurn("\n".join(part for part in said if part.strip()), tuple(calls))
 
     def _next(self, text: str, *, listed: bool) -> tuple[str, ToolCall, str] | None:
-        """The text before the next call, that call, and the text behind; None if there is none. With `listed` the call
-        may be the next one of a list that is open."""
+        """The text before the next call, that call, and the text after it; None if there is none. With `listed` the
+        call may be the next one of an open list."""
         if listed and text.lstrip().startswith(","):
             said, opened, rest = "", ",", text.lstrip()[1:]
         else:
@@ -147,10 +148,10 @@ def reader_of(tokenizer: Any, options: ChatOptions = PLAIN) -> ReadTurn | None:
 
 
 def _between(tokenizer: Any, options: ChatOptions) -> BetweenTexts | None:
-    """The texts around a call in what the chat template writes of one."""
+    """Find the texts around a call as the chat template writes it."""
     shown = attrs.evolve(options, tools=[_TOOL])
     turns = [_turn_of(tokenizer, shown, {_ARGUMENT: _VALUE}, content) for content in (_SAID, "")]
-    behind = [turn[1].rpartition(_SAID)[2] for turn in turns if turn is not None]  # what was said, or closes a thought
+    behind = [turn[1].rpartition(_SAID)[2] for turn in turns if turn is not None]  # the text after the content
     whole = next((text for text in behind if _NAME in text), "")
     place = whole.rfind(_NAME)
     start = whole.rfind("{", 0, place)
@@ -168,15 +169,15 @@ def _between(tokenizer: Any, options: ChatOptions) -> BetweenTexts | None:
 
 @attrs.frozen
 class CallForm:
-    """The text of a turn that is a call: what the chat template writes before the function's name, and what behind it,
-    for arguments of several kinds. `before` is the end of the prompt that it stands behind."""
+    """The text of a turn that is a call: what the chat template writes before the function's name (`opening`), and
+    after it for arguments of several kinds (`behind`). `before` is the prompt before the turn."""
 
     before: str
     opening: str
     behind: tuple[str, ...]
 
     def texts(self, functions: Sequence[str]) -> list[str]:
-        """Turns that are calls of these functions. What all of them begin with is no choice of the policy's."""
+        """Turns that are calls of these functions. The policy has no choice in their common beginning."""
         behind = self.behind if len(functions) == 1 else self.behind[:1]
         return [f"{self.opening}{name}{rest}" for name in functions for rest in behind]
 
@@ -203,7 +204,7 @@ def form_of(tokenizer: Any, reader: ReadTurn, options: ChatOptions = PLAIN) -> C
 def _turn_of(
     tokenizer: Any, options: ChatOptions, arguments: Mapping[str, Any], content: str = ""
 ) -> tuple[str, str] | None:
-    """A prompt, and the text of a turn behind it that is a call; None if the template writes no such turn there."""
+    """A prompt, and the text of a turn after it that is a call; None if the template writes no such turn there."""
     asked = [{"role": "user", "content": "x"}]
     call = {"id": "call00000", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
     said = {"role": "assistant", "content": content, "tool_calls": [call]}

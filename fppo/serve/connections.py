@@ -18,9 +18,9 @@ from typing import cast
 from fppo.serve.app import App, Receive, Scope, Send
 
 _log = logging.getLogger("fppo.serve")
-_AT_ONCE = 16  # connections that are accepted before others are read from
-_AGAIN = 1.0  # seconds until accepting is tried again, where the machine has no more of what it needs
-_HEAD_BYTES = 1 << 20  # that come before a request is whole up to its body
+_AT_ONCE = 16  # connections that are accepted at a time, before others are read
+_AGAIN = 1.0  # seconds until accepting is tried again after it failed
+_HEAD_BYTES = 1 << 20  # the most bytes that may come before a request's head is complete
 _SPARE = 64  # descriptors that are left to everything else
 _MOST = 8192
 
@@ -38,7 +38,7 @@ def most_connections() -> int:
 
 
 class Connection(asyncio.Protocol):
-    """A connection, whose bytes go to another protocol: until a request is answered there is a deadline for it."""
+    """A connection that passes its bytes to another protocol, and is closed if a request does not come in time."""
 
     def __init__(self, inner: asyncio.Protocol, door: Door) -> None:
         self._inner, self._door = inner, door
@@ -85,7 +85,7 @@ class Connection(asyncio.Protocol):
         self._within(None)
 
     def end(self) -> None:
-        """Note that it has been."""
+        """Note that a request has been answered."""
         self.busy, self.served = self.busy - 1, True
         if not self.busy and self._transport is not None and not self._transport.is_closing():
             self._within(self._door.idle_seconds)
@@ -104,12 +104,12 @@ class Connection(asyncio.Protocol):
 
 
 class Door:
-    """The accepting of a listener's connections, up to `most`. Where there are as many, one without a request makes
-    room for the next: the one that has waited longest, first of those that have had none."""
+    """Accepts a listener's connections, up to `most`. Beyond that, an idle connection is closed for the next one: the
+    oldest, those that never had a request first."""
 
     def __init__(self, listener: socket.socket, *, most: int, head_seconds: float, idle_seconds: float) -> None:
         listener.setblocking(False)
-        listener.listen(128)  # who comes before it is open waits
+        listener.listen(128)  # clients that come before `open` wait
         self._listener, self._most = listener, most
         self.head_seconds, self.idle_seconds = head_seconds, idle_seconds
         self._open: dict[Address | None, Connection] = {}  # in the order in which they came
@@ -118,7 +118,7 @@ class Door:
         self._made: Callable[[], asyncio.Protocol] | None = None
 
     def watched(self, app: App) -> App:
-        """The application, with a note of each request in its connection."""
+        """Wrap the application, so that each request is noted in its connection."""
 
         async def call(scope: Scope, receive: Receive, send: Send) -> None:
             connection = self._open.get(scope.get("client")) if scope["type"] == "http" else None
@@ -184,14 +184,14 @@ class Door:
             task.add_done_callback(self._coming.discard)
 
     def _make_room(self) -> None:
-        """Have one connection without a request end; then, or once another has ended, the next is accepted."""
+        """End one idle connection. The next one is accepted once any has ended."""
         self._say(f"{self._most} connections are open, the most: those without a request make room for others")
         self._pause()
         waiting = [each for each in self._open.values() if not each.busy]
-        if self._coming:  # they may be those to go
+        if self._coming:  # one of these may be the one to close
             asyncio.get_running_loop().call_soon(self._resume)
         elif waiting:
-            min(waiting, key=lambda each: each.served).abort()  # the first of the least
+            min(waiting, key=lambda each: each.served).abort()  # the oldest, those never served first
 
     async def _connect(self, client: socket.socket) -> None:
         made = self._made

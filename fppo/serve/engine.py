@@ -35,19 +35,19 @@ _SEEDS = 1 << 62
 class AgentEngine:
     """An engine whose responses are episodes of an agent; use it in a `with` statement.
 
-    For every response the agent is called with the prompt's data row, the URL of an endpoint and its key, and what the
-    policy says there is the response: `turn_ids` number its answers, and `turn_rewards` hold the agent's score at the
-    last token, nan where it failed. The row has a "seed" of 62 bits, which depends on the key and the prompt alone.
-    What the agent sends is the prompt; that of the request is not used.
+    For every response the agent is called with the prompt's data row, the URL of an endpoint and its key, and the
+    policy's answers there are the response: `turn_ids` number its answers, and `turn_rewards` hold the agent's score at
+    the last token, nan where it failed. The row has a "seed" of 62 bits, which depends on the key and the prompt alone.
+    The prompt is what the agent sends, and not that of `ask`.
 
     `ask.sampling` draws the answers, whatever temperature, top_p and top_k the agent asks for; max_tokens is the
     agent's own, and its stops end answers beside those of `ask.sampling`. A row has at most `ask.sampling.max_tokens`
-    tokens, with what is said between answers, and `bounds.row_tokens` with its prompt. An agent that edits its history
-    begins another row: a response is the row with the most tokens of the policy's, or with rows = "all" each is one of
-    its episode (`Rollout.episodes`), so that there may be more rows than were asked for; the score is at the last token
-    of the last one. With `thinking = "drop"` every chat's answer is a row, whose prompt is the conversation as the chat
-    template has it, and all rows are taken. Rows are not reported early, and `ask.newer` is looked for between steps of
-    decoding.
+    tokens, including the text between answers, and `bounds.row_tokens` with its prompt. An agent that edits its history
+    begins another row: a response is the row with the most tokens of the policy's, or with rows = "all" all rows of the
+    episode (`Rollout.episodes`): then there may be more rows than were asked for, and the score is at the last token of
+    the last one. With `thinking = "drop"` every answer to a chat is a row, whose prompt is the conversation as the chat
+    template renders it, and all rows are taken. Rows are not reported early, and `ask.newer` is asked for weights
+    between steps of decoding.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class AgentEngine:
         if loop.failure is not None:
             raise loop.failure
         taken = [self._episodes.take(name if x.name is None else x.name) for name, x in zip(names, played, strict=True)]
-        for name in self._episodes.names():  # of clients that are none of the agent's
+        for name in self._episodes.names():  # of clients other than the agent's
             self._episodes.take(name)
         return self._rollout(ask, numbers, taken, played)
 
@@ -181,7 +181,7 @@ class AgentEngine:
 
 
 def _row_of(name: str) -> int:
-    """The number of an episode's row, for a name of ours: that of the rollout, and the row's."""
+    """The number of an episode's row: the second number in a name of ours, else that of `row_number`."""
     first, _, number = name.partition("-")
     return int(number) if first.isdigit() and number.isdigit() else row_number(name)
 

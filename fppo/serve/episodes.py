@@ -1,7 +1,7 @@
-"""Episodes as they are recorded: rows of ids with their log-probs, found again by what a client sends.
+"""Recorded episodes: rows of token ids with their log-probs, found again by the conversation that a client sends.
 
-A row is a prompt and answers to it, with observations between. A request goes on with a row where it repeats the
-conversation up to one of its answers; the ids of that answer are the ones that were sampled, whatever its text.
+A row is a prompt and answers to it, with observations between. A request continues a row if it repeats the conversation
+up to one of its answers; that answer keeps the ids that were sampled, whatever its text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TURN_BYTES, _TOKEN_BYTES = 8 << 10, 48  # of memory: an answer's tensors and pl
 
 @attrs.frozen(eq=False)
 class RecordedTurn:
-    """An answer, and the ids before it: a prompt, or what came behind the answer before.
+    """An answer, and the ids before it: a prompt, or the observation after the previous answer.
 
     The last `opened` of the ids before it open a call that the client forced. The policy drew none of them, but they
     begin the text.
@@ -51,7 +51,7 @@ class RecordedTurn:
 
     @property
     def memory(self) -> int:
-        """The bytes of memory that it takes, about: a short answer takes far more than its ids do."""
+        """The bytes of memory that it takes, approximately; a short answer takes far more than its ids."""
         return _TURN_BYTES + _TOKEN_BYTES * self.size + 4 * len(self.text)
 
 
@@ -75,7 +75,7 @@ class EpisodeRow:
 
 @attrs.frozen(eq=False)
 class Items:
-    """Comparable items one behind the other: messages, ids or the characters of a text."""
+    """A sequence of comparable items: messages, ids or the characters of a text."""
 
     data: bytes
     ends: Sequence[int]  # of each item in `data`; a range for items of one width
@@ -97,7 +97,7 @@ class Items:
 class Conversation(NamedTuple):
     """A request's conversation as comparable items.
 
-    `cuts` are the lengths at which it may go on from an earlier answer, the longest first; None: all.
+    `cuts` are the lengths at which it may continue an earlier answer, the longest first; None: all.
     """
 
     kind: Kind
@@ -111,7 +111,7 @@ class Conversation(NamedTuple):
 
 
 def of_messages(messages: Sequence[Message], tools: Sequence[Any]) -> Conversation:
-    """A chat, which goes on from an answer where no other assistant's message follows that."""
+    """A chat. It may only continue its last assistant's message, and only if other messages follow."""
     last = max((place for place, each in enumerate(messages) if each["role"] == "assistant"), default=-1)
     cuts = [last + 1] if 0 <= last < len(messages) - 1 else []
     head = json.dumps(tools, sort_keys=True).encode() if tools else b""
@@ -125,7 +125,7 @@ def items_of(messages: Sequence[Message]) -> Items:
 
 
 def _message_bytes(message: Message) -> bytes:
-    """A message behind the number of its bytes."""
+    """The bytes of a message, after their number."""
     shown: Any = message
     if message["role"] == "assistant":
         calls = [[x["function"]["name"], x["function"]["arguments"]] for x in message.get("tool_calls", ())]
@@ -150,11 +150,11 @@ def _of_width(data: bytes, width: int) -> Items:
 
 @attrs.frozen(eq=False)
 class RowStart:
-    """The place of a new answer: in a row of an episode, behind `seen` items of the conversation."""
+    """The place of a new answer: in a row of an episode, after `seen` items of the conversation."""
 
     name: str
     number: int  # of the row
-    row: EpisodeRow | None  # that it goes on with; None: a new one
+    row: EpisodeRow | None  # that it continues; None: a new one
     known: tuple[int, ...] = ()  # ids of another row, with which a new one begins
     seen: int = 0
     after: str | None = None  # the request of the answer before, whose context may be kept
@@ -171,14 +171,14 @@ class RowStart:
         return 0 if self.row is None else sum(turn.size for turn in self.row.turns) - len(self.row.prompt)
 
     def key_of(self, key: Key) -> Key:
-        """The key of its answer, by the row's number and the answer's: in an episode's first row that by which
-        `rollout.TurnsEngine` draws a turn."""
+        """The key for its answer, by the numbers of the row and the answer. In an episode's first row it is the key by
+        which `rollout.TurnsEngine` draws that turn."""
         own = key if self.number == 0 else key.fold("row", self.number)
         return own if self.row is None else own.fold("turn", len(self.row.turns) + 1)
 
 
 def row_number(name: str) -> int:
-    """The number by which an episode's answers are drawn: of its digits, or from its name."""
+    """The number by which an episode's answers are drawn: its name if that is a number, else a digest of the name."""
     if name.isascii() and name.isdigit() and int(name) < _ROWS:
         return int(name)
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") % _ROWS
@@ -187,16 +187,16 @@ def row_number(name: str) -> int:
 class _Place(NamedTuple):
     name: str
     number: int
-    turns: int  # the answer is that of the last of so many
+    turns: int  # the turns up to and including the answer's
     request: str
 
 
 class Episodes:
     """The episodes of a server, by name; any thread may call.
 
-    At most `most_tokens` in `most_bytes` of memory are held: beyond, the ones that were longest without a request are
-    given to `on_dropped`, if nobody is waiting for an answer in them. `on_forgotten` gets the names of requests that
-    nothing goes on from any more.
+    At most `most_tokens`, and `most_bytes` of memory, are held. Beyond that, episodes without an open answer are given
+    to `on_dropped`, the least recently used first. `on_forgotten` gets the names of requests that nothing can continue
+    any more.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Episodes:
     ) -> None:
         self._most_bytes, self._bytes = most_bytes, 0
         self._most, self._on_dropped, self._on_forgotten = most_tokens, on_dropped, on_forgotten
-        self._rows: dict[str, dict[int, EpisodeRow]] = {}  # the one that was longest without a request first
+        self._rows: dict[str, dict[int, EpisodeRow]] = {}  # the least recently used first
         self._answers: dict[bytes, _Place] = {}
         self._of: dict[str, list[tuple[bytes, Kind, int, str]]] = {}  # digests, lengths and requests, by episode
         self._lengths: dict[Kind, Counter[int]] = {"ids": Counter(), "text": Counter()}
@@ -219,10 +219,11 @@ class Episodes:
         self._lock = threading.RLock()
 
     def begin(self, name: str | None, conversation: Conversation) -> RowStart:
-        """Opens the place of an answer to a conversation of the episode, or of one that is found by it.
+        """Open a place for an answer to a conversation, in the named episode, or else in one that the conversation
+        finds.
 
-        Close it by `commit` or `abandon`. Two answers to the same conversation are in rows of their own, of which the
-        second begins with the ids of the first's.
+        Close it by `commit` or `abandon`. Two answers to the same conversation are in different rows; the second row
+        begins with the ids of the first.
         """
         with self._lock:
             found = self._find(name, conversation)
@@ -299,7 +300,7 @@ class Episodes:
         return next(number for number in range(len(taken) + 1) if number not in taken)
 
     def _new_name(self) -> str:
-        while (name := f"unnamed-{self._count}") in self._rows:  # as a client may call one
+        while (name := f"unnamed-{self._count}") in self._rows:  # a client may have given that name
             self._count += 1
         self._count += 1
         self._unnamed.add(name)
@@ -319,7 +320,7 @@ class Episodes:
         return self._tokens > self._most or self._bytes > self._most_bytes
 
     def _thin(self) -> None:
-        """Drops what is too much, but for the newest."""
+        """Drop episodes beyond the bounds, except for the newest."""
         if not self._full:
             return
         for name in [*self._rows][:-1]:

@@ -1,4 +1,4 @@
-"""The thread that decodes: requests join and leave it, and those who wait get what is theirs, in their own threads."""
+"""The thread that decodes: requests join and leave it, and their results go to the event loops that wait for them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Newer = Callable[[], tuple[Params, int] | None]
 
 
 class DrawnPart(NamedTuple):
-    """The tokens of an answer that a step drew, for those who read along."""
+    """The tokens of an answer that a step drew, for those who stream it."""
 
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
 
 
-_CLOSE, _LONGEST = 0.002, 0.03  # seconds between requests that are read together, and that one waits for others
+_CLOSE, _LONGEST = 0.002, 0.03  # seconds between requests that are prefilled together, and that one waits at most
 Event = DrawnPart | FinishedRequest | Exception
 Receive = Callable[[Event], None]
 
@@ -51,10 +51,10 @@ _Call = _Waiting | Callable[[Requests], None] | None  # None: to end
 class EngineLoop:
     """An engine that answers requests in a thread of its own, as long as it is open. Any thread may call.
 
-    At most `most_waiting` requests wait for a place. Those that come within 2 ms of one another are read together, and
-    none waits more than 30 ms for others, or for the end of a step. With `newer` it looks for newer weights `every` so
-    many steps, and whenever a request comes to an idle engine. What goes wrong in the engine goes to all who wait, and
-    to whoever asks next; `failure` has it, and `on_failure` is called with it.
+    At most `most_waiting` requests wait for a place. Those that come within 2 ms of one another are prefilled together,
+    and none waits more than 30 ms for others, or for the end of a step. With `newer` it asks for newer weights every
+    `every` steps, and whenever a request comes to an idle engine. An error of the engine goes to all open requests and
+    to `on_failure`, and stays in `failure`; later requests get `ServerStopped`.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class EngineLoop:
         self._engine, self._most, self._newer, self._every = engine, most_waiting, newer, every
         self._on_failure = on_failure
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
-        self._held: list[_Call] = []  # by the thread that decodes, until `_due`
+        self._held: list[_Call] = []  # calls that wait in the decoding thread until `_due`
         self._due: float | None = None
         self._first = 0.0  # when the first request among them came
         self._waiting: dict[str, _Waiting] = {}
-        self._readers: set[str] = set()  # those among them who read along
+        self._readers: set[str] = set()  # the names of those that are streamed
         self._futures: list[Future[None]] = []
         self._lock = threading.Lock()
         self._stopped = False
@@ -94,9 +94,10 @@ class EngineLoop:
         return self
 
     def submit(self, request: Request, receive: Receive, *, along: bool) -> None:
-        """Adds a request of the running event loop's, where `receive` gets its end, and with `along` its tokens before.
+        """Add a request; in the running event loop, `receive` gets its end, and with `along` its tokens as they are
+        drawn.
 
-        Raises ServerStopped. An error of the request's own is its end.
+        Raises ServerStopped. An error of the request itself goes to `receive` as its end.
         """
         waiting = _Waiting(request, receive, asyncio.get_running_loop())
         with self._lock:
@@ -108,7 +109,7 @@ class EngineLoop:
         self._calls.put(waiting)
 
     def cancel(self, name: str) -> None:
-        """Ends a request, whose end nobody hears of, and forgets it."""
+        """End a request and forget it, without a further call of `receive`."""
         with self._lock:
             self._left(name)
 
@@ -125,7 +126,7 @@ class EngineLoop:
     def put(self, name: str, adapter: Adapter, version: int = 0) -> Future[None]:
         """Gives the engine an adapter under a name, between two steps, as `AdapterRequests.put` does.
 
-        The result has its errors, and ValueError for an engine that takes none."""
+        The future has its errors, and ValueError for an engine that takes no adapters."""
 
         def put(requests: Requests) -> None:
             if not hasattr(requests, "put"):
@@ -139,7 +140,7 @@ class EngineLoop:
         return self._called(lambda requests: cast(AdapterRequests, requests).drop(name))
 
     def _called(self, call: Callable[[Requests], None]) -> Future[None]:
-        """The result of a call between two steps."""
+        """Make a call between two steps, and return its future."""
         result: Future[None] = Future()
 
         def called(requests: Requests) -> None:
@@ -199,7 +200,7 @@ class EngineLoop:
             self._deliver(requests)
 
     def _take(self, requests: Requests) -> bool:
-        """Does what has been called for since the last step, or waits for it where nothing is open; False: to end."""
+        """Make the calls that are due; if no request is open, wait for some. Returns False to end."""
         new: list[_Waiting] = []
         for call in self._gathered(idle=not requests.counts.open):
             if isinstance(call, _Waiting):
@@ -214,9 +215,9 @@ class EngineLoop:
         return True
 
     def _gathered(self, *, idle: bool) -> list[_Call]:
-        """The calls that are due, in the order in which they came: requests that come shortly after one another are
-        taken in together, since reading them one by one would take longer. Other rows go on meanwhile; once some are
-        due, those that came during the last step come with them."""
+        """The calls that are due, in the order in which they came. Requests that come shortly after one another are
+        added together, since prefilling them one by one would take longer. Other rows continue meanwhile; once some
+        calls are due, those that came during the last step join them."""
         while True:
             left = None if self._due is None else self._due - time.monotonic()
             due = left is not None and left <= 0
@@ -274,7 +275,7 @@ class EngineLoop:
             _post(home, each)
 
     def _along(self, drawn: DrawnTokens) -> list[tuple[str, DrawnPart]]:
-        """The tokens of a step for those who read along, by request."""
+        """The tokens of a step by request, for those that are streamed."""
         along: dict[str, tuple[list[int], list[float]]] = {}
         for name, token, log_prob in zip(drawn.names, drawn.tokens, drawn.log_probs, strict=True):
             if name in self._readers:

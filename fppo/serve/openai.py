@@ -92,8 +92,8 @@ def _name_of(request: Request, options: AnswerOptions) -> str | None:
 
 
 def _ids() -> Iterator[str]:
-    """Names of replies, unlike those of other servers. Nothing is drawn for each: reading from the system's generator
-    lets go of the interpreter, which comes back only once the thread that decodes lets go of it."""
+    """Names of replies that no other server gives. Nothing random is drawn for each: reading from the system's
+    generator releases the interpreter's lock, and the decoding thread may then hold it for long."""
     own = uuid.uuid4().hex
     return (f"{own}-{number}" for number in itertools.count())
 

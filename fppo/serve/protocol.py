@@ -23,12 +23,12 @@ _SEEDS, _IDS = 1 << 63, 1 << 31
 _CHOICES = ("auto", "none", "required")
 _WRITABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # names that every form of calls writes as they are
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-# what changes nothing that is sampled
+# parameters that do not change what is sampled
 _IGNORED = (
     *("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
     *("prompt_cache_retention", "extra_headers", "verbosity"),
 )
-# what would change it, with the values that would not, and what to do
+# parameters that would change it, with their harmless values, and advice
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "frequency_penalty": ((0,), "log-probs are those of the policy alone"),
     "presence_penalty": ((0,), "log-probs are those of the policy alone"),
@@ -92,7 +92,7 @@ class AnswerOptions:
 
 
 class ForcedCall(NamedTuple):
-    """A call with which an answer is to begin: of one of these functions, of which the client has `named` one."""
+    """A call with which an answer must begin, of one of these functions; `named` if the client named a single one."""
 
     functions: tuple[str, ...]
     named: bool
@@ -100,7 +100,7 @@ class ForcedCall(NamedTuple):
 
 @attrs.frozen(kw_only=True)
 class ChatRequest:
-    """A request for answers to a conversation, in which some of the tools may have to be called."""
+    """A request for answers to a conversation; `forced` is a call of a tool with which they must begin."""
 
     options: AnswerOptions
     messages: tuple[Message, ...]
@@ -117,7 +117,7 @@ class CompletionRequest:
 
 
 def parsed(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises ApiError for what is none."""
+    """The JSON object of a body. Raises ApiError for any other body."""
     try:
         text = body.decode()
         value = json_of(text)
@@ -184,7 +184,7 @@ _COMMON = (
 
 
 def _check_names(body: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raises ApiError for parameters that nobody knows, and for those that would change what is sampled."""
+    """Raises ApiError for unknown parameters, and for those that would change what is sampled."""
     for name, value in body.items():
         if name in known or name in _IGNORED or value is None:
             continue

@@ -132,7 +132,8 @@ def usage_of(answers: Sequence[WholeAnswer]) -> dict[str, int]:
 
 
 def _by_text(tokens: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The log-probs of tokens, the likeliest first, by their texts; of those with one text the likeliest's."""
+    """The log-probs of tokens by their texts, the likeliest first; among tokens with the same text the likeliest
+    counts."""
     found: dict[str, float] = {}
     for token in tokens:
         found.setdefault(token["token"], token["logprob"])

@@ -27,8 +27,8 @@ def rollout_of_rows(
 
     `row_ids` and `groups` number rows and prompts (None: from 0 on, each a group of its own); `columns` are `ids`,
     `ground_truth`, `source` and `extras`, where they are known. `rewards` stand at the rows' last tokens. With
-    `episodes`, the numbers of the rows' episodes, turns are counted on from row to row of an episode. Raises ValueError
-    for no rows.
+    `episodes`, the numbers of the rows' episodes, turn numbers continue from row to row of an episode. Raises
+    ValueError for no rows.
     """
     if not rows:
         raise ValueError("no rows were recorded: nobody got an answer")
@@ -83,8 +83,7 @@ def _responses(rows: Sequence[EpisodeRow], episodes: Sequence[int]) -> list[dict
 
 
 def _response(row: EpisodeRow, before: int) -> dict[str, Tensor]:
-    """The columns of a row's response: its answers, which are numbered behind so many `before`, and the observations
-    between them."""
+    """The columns of a row's response: its answers, numbered from `before` on, and the observations between them."""
     parts: dict[str, list[Tensor]] = {}
     for number, turn in enumerate(row.turns):
         answer, count = turn.answer, len(turn.answer.tokens)

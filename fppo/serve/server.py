@@ -27,7 +27,7 @@ def new_key() -> str:
 
 
 def check_key(key: str, name: str) -> None:
-    """Raise ValueError for a key that no client could send, by the `name` of where it stands."""
+    """Raise ValueError for a key that no client could send; the error calls the key `name`."""
     if not key:
         raise ValueError(f"{name} is empty, so nobody could be let in: give it a key, or leave it out for a new one")
     if not all("!" <= letter <= "~" for letter in key):
@@ -79,7 +79,7 @@ def serving(
     """Serves the application in a thread, for as long as the context lasts; gives its URL.
 
     At most `most` connections are open, by default as many as the process has descriptors for. One that has not sent
-    the head of a request after `head_seconds` is closed, and so is one without a request for `idle_seconds` behind its
+    the head of a request after `head_seconds` is closed, and so is one without a request for `idle_seconds` after its
     last: an agent's tools may take long. At the end open connections have a few seconds to finish.
     """
     door = Door(listener, most=most or most_connections(), head_seconds=head_seconds, idle_seconds=idle_seconds)

@@ -43,7 +43,7 @@ from fppo.serve.protocol import (
 )
 from fppo.serve.texts import AnswerReader, Texts
 
-Behind = Callable[[ParsedTurn, Sequence[int]], Conversation]  # a conversation with its answer, and the ids of that
+Behind = Callable[[ParsedTurn, Sequence[int]], Conversation]  # a conversation with an answer, from its turn and its ids
 
 
 @attrs.frozen(kw_only=True)
@@ -61,9 +61,9 @@ class Bounds:
 
 
 class NewTurn(NamedTuple):
-    """A conversation to answer: the ids that it adds to a row, and itself with an answer.
+    """A conversation to answer: `added` gives the ids that it adds to a row, `behind` the conversation with its answer.
 
-    Where a call is `forced`, the answer begins with the ids of `opening`, which nobody draws.
+    If a call is `forced`, the answer begins with the ids of `opening`, which are not drawn.
     """
 
     conversation: Conversation
@@ -74,7 +74,7 @@ class NewTurn(NamedTuple):
     opening: tuple[int, ...] = ()
 
     def check(self, turn: ParsedTurn, end: End) -> None:
-        """Raises ApiError for an answer that was to begin with a call and does not; one that was cut is passed over."""
+        """Raises ApiError for an answer that does not begin with its forced call; one that was cut may lack it."""
         if self.forced is None or (turn.calls and turn.calls[0].name in self.forced.functions):
             return
         if turn.calls:
@@ -115,13 +115,13 @@ class WholeAnswer:
     finished: FinishedRequest
     tokens: Sequence[int]  # those of `finished`
     prompt: tuple[int, ...]  # all ids before it
-    origin: str  # unlike that of other answers; the ids of its calls follow from it
+    origin: str  # unique to the answer; the ids of its calls derive from it
     named: bool = False  # the client named the function that it calls
 
     @property
     def finish(self) -> str:
-        """The protocol's reason for its end: a call of a function that the client named is none, nor is one in an
-        answer that was cut."""
+        """The protocol's reason for its end: "tool_calls" if it has calls, unless the client named the function, or it
+        was cut."""
         called = self.turn.calls and not self.named and self.finished.end != "length"
         return "tool_calls" if called else self.finished.end
 
@@ -131,13 +131,13 @@ class Sources:
     """The parts of a server's answers that stay the same."""
 
     texts: Texts
-    sampling: Sampling  # of what a request leaves open
+    sampling: Sampling  # for what a request leaves open
     key: Key
     bounds: Bounds
     model: str
-    keeps_sampling: bool = False  # whether temperature, top_p and top_k of requests are passed over
+    keeps_sampling: bool = False  # whether temperature, top_p and top_k of requests are ignored
     anew: bool = False  # whether each answer to a chat begins a row
-    repeats: bool = False  # whether ids of calls follow from what draws follow from, as a rollout's must
+    repeats: bool = False  # whether ids of calls derive from what draws depend on, as a rollout's must
     row_of: Callable[[str], int] = row_number  # by an episode's name, the number by which its answers are drawn
 
 
@@ -223,7 +223,7 @@ class Service:
         self._kept_tokens = 0  # of all of them
 
     def attach(self, loop: EngineLoop | None, sources: Sources | None = None) -> None:
-        """Goes on with this engine, of which no context is kept yet; None: requests are refused."""
+        """Continue with this engine, which has no kept contexts yet; None: requests are refused."""
         self._loop, self.sources = loop, sources or self.sources
         self._kept.clear()
         self._kept_tokens = 0
@@ -267,7 +267,8 @@ class Service:
         return self._opened(request.options, of, episode)
 
     def _of_text(self, prompt: str) -> NewTurn:
-        """A text goes on with an answer where it repeats all of it, with the text that ended it."""
+        """A prompt of text. It continues an earlier answer if it repeats all of that, including the text that ended
+        it."""
         texts, conversation = self.sources.texts, of_text(prompt)
         return NewTurn(
             conversation,
@@ -284,7 +285,7 @@ class Service:
         )
 
     def _opened(self, options: AnswerOptions, turns: Sequence[NewTurn], episode: str | None) -> list[OpenAnswer]:
-        """All answers to a request, or none."""
+        """Open all answers to a request, or none."""
         count, most = len(turns) * options.n, self.sources.bounds.requests
         if count > MOST_CHOICES:
             raise wrong("n", f"{count} answers to {len(turns)} prompts; at most {MOST_CHOICES} at once")
@@ -332,8 +333,8 @@ class Service:
     def _request(
         self, options: AnswerOptions, kind: Kind, start: RowStart, prompt: tuple[int, ...], new: int, index: int
     ) -> Request:
-        """The engine's request, whose last `new` ids its row does not have yet. Raises ApiError where there is nothing
-        to read, or no room for an answer."""
+        """The engine's request; the last `new` ids of `prompt` are not in its row yet. Raises ApiError for an empty
+        prompt, or if there is no room for an answer."""
         sources, bounds = self.sources, self.sources.bounds
         name = "messages" if kind == "chat" else "prompt"
         if not prompt:
@@ -386,7 +387,7 @@ class Service:
             raise ApiError(400, str(error)) from error
 
     def close(self, plan: AnswerPlan, turn: RecordedTurn | None, whole: Conversation | None = None) -> None:
-        """Closes an answer that has ended, and records it; None: it has not, or nobody reads it."""
+        """Close an answer, and record it as `turn`; None: it has not ended, or nobody reads it."""
         self._open -= 1
         if turn is None or whole is None:
             self.episodes.abandon(plan.start)
@@ -394,13 +395,14 @@ class Service:
         self._kept[turn.answer.name] = size = len(plan.prompt) + len(turn.answer.tokens)
         self._kept_tokens += size
         if plan.start.row is not None and plan.start.after is not None:
-            self.forget([plan.start.after])  # of a row the last answer is gone on with, as a rule
+            self.forget([plan.start.after])  # usually only a row's last answer is continued
         while self._kept_tokens > self.sources.bounds.kept_tokens and len(self._kept) > 1:
             self.forget([next(iter(self._kept))])
         self.episodes.commit(plan.start, turn, whole)
 
     def origin(self, plan: AnswerPlan) -> str:
-        """The name of an answer that no other server gives, or that which its draws follow from."""
+        """A name of an answer that no other server gives or, with `repeats`, one that derives from what its draws
+        depend on."""
         request = plan.request
         if self.sources.repeats:
             return f"{request.key.seed}/{request.row}/{len(plan.prompt)}"

@@ -22,9 +22,9 @@ _UNFINISHED = "\ufffd"
 
 @attrs.frozen(kw_only=True)
 class Texts:
-    """The two ways between texts and ids of one policy, whose embedding has `vocabulary` rows.
+    """Conversion of a policy's texts to ids and back; its embedding has `vocabulary` rows.
 
-    `template` writes what comes behind the policy's turns; None for a tokenizer without a chat template, which answers
+    `template` encodes the messages after the policy's turns; None for a tokenizer without a chat template, which serves
     completions alone. `ends` are the tokens that end a turn of a chat. `texts_of` makes one from a tokenizer.
     """
 
@@ -34,10 +34,10 @@ class Texts:
     options: ChatOptions
     template: ChatTemplate | None
     reader: ReadTurn | None
-    form: CallForm | None  # of calls, where the chat template and the reader have the same one
+    form: CallForm | None  # of calls, if the chat template writes it and the reader can read it
     pieces: tuple[bytes, ...]  # of every token
     ids: Mapping[str, int]  # of all tokens, by their names
-    word: tuple[int, ...]  # the ids of a word that others may be read behind
+    word: tuple[int, ...]  # the ids of a word, after which others may be decoded
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """The ids of a conversation up to the policy's turn. Raises ApiError for one that the template refuses, or of
@@ -60,8 +60,8 @@ class Texts:
             raise wrong("messages", f"the chat template refuses them: {error}"[:500]) from error
 
     def opening(self, forced: ForcedCall) -> tuple[int, ...]:
-        """The ids with which every call of these functions begins, as the chat template writes one behind its prompt.
-        Raises ApiError where nothing is known of that."""
+        """The ids with which every call of these functions begins, as the chat template writes one after its prompt.
+        Raises ApiError if that is not known."""
         form = self.form
         texts = [] if form is None else [(text, form.before) for text in form.texts(forced.functions)]
         every = [encode_behind(self.tokenizer, text, before) for text, before in texts]
@@ -75,7 +75,8 @@ class Texts:
         return ids
 
     def text(self, value: str, *, before: str) -> list[int]:
-        """The ids of a text behind another one, or, with what begins one, of a whole prompt."""
+        """The ids of a text after the text `before` or, if that is empty, of a whole prompt with any beginning-of-text
+        token."""
         return self._known(
             encode_behind(self.tokenizer, value, before) if before else encode_text(self.tokenizer, value)
         )
@@ -87,7 +88,8 @@ class Texts:
         return list(ids)
 
     def stops(self, texts: Sequence[str], beside: StopTexts | None = None) -> tuple[tuple[int, ...], StopTexts | None]:
-        """The tokens and the texts that end an answer: of those that a request names, and the texts `beside` them."""
+        """The tokens and the texts that end an answer: those that a request names in `texts`, and the texts
+        `beside`."""
         if not texts:
             return (), beside
         tokens = tuple(self.ids[text] for text in texts if self.ids.get(text, self.vocabulary) < self.vocabulary)
@@ -101,18 +103,19 @@ class Texts:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def continued(self, ids: Sequence[int]) -> str:
-        """The text of ids behind a word, with the space between that tokenizers of SentencePiece drop before a first
-        one."""
+        """The text of ids decoded after a word, which keeps the leading space that SentencePiece tokenizers drop
+        otherwise."""
         before = self.decoded(self.word)
         return self.decoded([*self.word, *ids])[len(before) :]
 
     def all_of(self, ids: Sequence[int], text: str) -> str:
-        """The text of ids with what ended it, behind which `text` has been read of them."""
+        """The text of all ids, including one that ended the answer; `text` is the answer as it was decoded before."""
         whole = self.continued(ids)
         return whole if whole.startswith(text) else self.decoded(ids)
 
     def goes_on(self, prompt: Sequence[int]) -> bool:
-        """Whether what follows a prompt goes on with its text, rather than begins one behind a special token."""
+        """Whether the text after a prompt continues the prompt's text, rather than begins anew after a special
+        token."""
         return bool(prompt) and prompt[-1] not in self.tokenizer.all_special_ids
 
     def piece(self, token: int) -> bytes:
@@ -122,8 +125,8 @@ class Texts:
     def parsed(
         self, text: str, ids: Sequence[int], before: Sequence[int], tools: Sequence[Tool], opening: Sequence[int] = ()
     ) -> ParsedTurn:
-        """An answer with its calls of tools. Where an `opening` was written for the policy it stands before the text
-        and the ids; none of it is content, unless the answer holds no call."""
+        """Parse an answer with its calls of tools. An `opening` that was written for the policy comes before the text
+        and the ids; none of it is content, unless the answer has no call."""
         written = self.decoded(opening) if opening else ""
         if not tools or self.reader is None:
             return ParsedTurn(written + text)
@@ -175,11 +178,10 @@ def texts_of(tokenizer: Any, *, vocabulary: int, chat: bool = True, options: Cha
 
 
 class AnswerReader:
-    """The text of an answer while its tokens come: what cannot change any more, in parts.
+    """Decodes an answer while its tokens come, and gives the text that can no longer change, in parts.
 
-    One that `continues` a text may begin with a space. The token that ends it is no part of the text, and neither is a
-    stop text. Half of a character waits for its other half, and what may be the beginning of a stop text for what
-    follows.
+    With `continues` the text may begin with a space. The token that ends the answer is left out, and so is a stop text.
+    Incomplete characters, and what may be the beginning of a stop text, are held back.
     """
 
     def __init__(
@@ -221,7 +223,7 @@ class AnswerReader:
         self._start, self._done = self._done, end
 
     def _safe(self) -> int:
-        """How much of the text no stop text can take back."""
+        """The length of the text that no stop text can remove any more."""
         safe = len(self._text)
         for stop in self._stops:
             if (place := self._text.find(stop, max(self._given - len(stop), 0))) >= 0:

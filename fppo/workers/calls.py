@@ -1,4 +1,4 @@
-"""Calls of user functions with what they raise kept to the sample; the same in every process."""
+"""Call user functions so that an error costs one sample alone; the same code in every process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fppo.workers.sample import Kind, Outcome, Sample, UserFn, outcome_of
 OnOutcome = Callable[[int, Outcome], None]
 _LOOK = 0.5  # seconds between two looks at the clock, at most
 _TEXT = 1000  # characters of an error's text that are kept
-_SHORTEST = 1.0  # seconds that a call has, however long others took, unless its time limit is less
+_SHORTEST = 1.0  # least seconds for a call, however long others took, unless its time limit is shorter
 
 
 class Mode(NamedTuple):
@@ -26,14 +26,15 @@ class Mode(NamedTuple):
     kind: Kind
     asynchronous: bool
     time_limit: float  # seconds for each coroutine
-    batch_limit: float  # see `Patience`, for coroutines that run one at a time
+    batch_limit: float  # see `Patience`; for each of the coroutines that run at a time
     concurrency: int  # coroutines at a time
 
 
 @attrs.define
 class Patience:
-    """How long calls on one batch may take: `time_limit` seconds each, until `batch_limit` seconds in all have gone to
-    calls that took longer; then a tenth of it, but a second at least. Once as long again has gone, it is used up."""
+    """How long calls on one batch may take: `time_limit` seconds each, until overdue calls have cost `batch_limit`
+    seconds in all. From then on they may take a tenth of `time_limit`, but at least a second. After another
+    `batch_limit` seconds no more calls are made."""
 
     time_limit: float
     batch_limit: float
@@ -52,7 +53,7 @@ class Patience:
         return self.lost >= 2 * self.batch_limit
 
     def overdue(self, limit: float) -> Outcome:
-        """The outcome of a sample whose call took longer than `limit`; these seconds are lost."""
+        """Count `limit` seconds as lost, and return the outcome of a call that took longer than that."""
         self.lost += limit
         return Outcome("timeout", text=f"no result within {limit:g} s")
 
@@ -69,7 +70,8 @@ def call(
     on_outcome: OnOutcome,
     on_call: Callable[[], None],
 ) -> None:
-    """Calls `on_outcome(number, outcome)` for a sample once it is known, `on_call()` before each call of a batch."""
+    """Call a function on samples: `on_outcome(number, outcome)` for each result, `on_call()` before each call of a
+    batch."""
     if mode.kind == "batch":
         _batch(fn, samples, 0, loop, on_outcome, on_call)
     elif mode.asynchronous:
@@ -87,7 +89,7 @@ def _settled(result: Any, loop: asyncio.Runner) -> Any:
     async def wait() -> tuple[Any, BaseException | None]:
         try:
             return await result, None
-        except BaseException as error:  # an event loop does not outlive all of them
+        except BaseException as error:  # some of them would end the event loop
             return None, error
 
     value, error = loop.run(wait())
@@ -106,7 +108,7 @@ def _guarded(attempt: Callable[[], Outcome], sample: Sample) -> Outcome:
 
 
 def _error(error: BaseException, sample: Sample) -> Outcome:
-    """The outcome of a call that raised, with the notes of the error; for a key that a row lacks, those it has."""
+    """The outcome of a call that raised, with the error's notes; for a KeyError also the columns that the row has."""
     frames = traceback.extract_tb(error.__traceback__)
     last = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     if isinstance(error, KeyError) and sample.prompt_tokens:  # calls of tools and environments have none
@@ -160,10 +162,10 @@ def _outcomes(results: Any, count: int) -> list[Outcome]:
 
 
 class CoroutineCalls:
-    """Calls of a coroutine, `mode.concurrency` at a time; others may come while some are under way. Make it inside of a
-    running loop.
+    """Calls of a coroutine function, up to `mode.concurrency` at a time; more may be added meanwhile. Construct it
+    inside a running event loop.
 
-    One timer looks after the time limits of all calls. Only time in which this process was not stopped counts.
+    One timer watches the time limits of all calls. Time in which this process was stopped does not count.
     """
 
     def __init__(self, fn: UserFn, mode: Mode, on_outcome: OnOutcome) -> None:
@@ -172,9 +174,9 @@ class CoroutineCalls:
         self._patience = Patience(mode.time_limit, mode.batch_limit * mode.concurrency)
         self._loop, self._clock = asyncio.get_running_loop(), ProcessClock(2 * _LOOK)
         self._open: set[asyncio.Task[None]] = set()
-        self._ended, self._failed = asyncio.Event(), None  # all calls, or one with an error that is not the function's
-        self._due: dict[asyncio.Task[None], float] = {}  # by the clock, of calls that run
-        self._late: set[asyncio.Task[None]] = set()  # calls that ran past it
+        self._ended, self._failed = asyncio.Event(), None  # no call is open, or an error came from outside the function
+        self._due: dict[asyncio.Task[None], float] = {}  # deadlines of running calls, by the clock
+        self._late: set[asyncio.Task[None]] = set()  # calls that ran past their deadlines
         self._look: asyncio.TimerHandle | None = None  # the next look at the clock
         self._look_at = 0.0
 
@@ -213,7 +215,7 @@ class CoroutineCalls:
         self._on_outcome(number, outcome)
 
     async def _called(self, sample: Sample) -> Outcome:
-        """The outcome of a call, which is cancelled once its time is over, and then ends as it likes."""
+        """The outcome of a call. An overdue call is cancelled, and may then take its time to clean up."""
         limit, task = self._patience.limit, asyncio.current_task()
         assert task is not None
         self._begin(task, limit)
@@ -222,7 +224,7 @@ class CoroutineCalls:
         except asyncio.CancelledError as error:
             if task.cancelling() and task not in self._late:
                 raise
-            outcome = _error(error, sample)  # of the function's own, where it is not late
+            outcome = _error(error, sample)  # unless the call is late, the function raised this itself
         except BaseException as error:
             if is_interrupt(error):
                 raise

@@ -1,7 +1,7 @@
 """Messages between a pool and its processes, over sockets that user code may find among its descriptors.
 
 Each message begins with a secret and carries a digest, so that what somebody else writes there is noticed at once, and
-nothing of it is unpickled. The pool's end never waits: a message that comes in part is no message yet.
+nothing of it is unpickled. The pool's end never waits: an incomplete message is kept until the rest comes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import os
 import socket
 
 SECRET = 16  # bytes
-CUT = 74  # the exit status of a process whose end of the channel was closed inside of it
+CUT = 74  # exit status of a process if its own code closed its end of the channel
 _DIGEST, _LENGTH = 16, 8  # bytes
 _HEAD = SECRET + _LENGTH + _DIGEST
 _MOST = 1 << 34  # bytes of a message
-_PIECE, _PIECES = 1 << 18, 256  # bytes that are read at a time, and how often without a look at anything else
+_PIECE, _PIECES = 1 << 18, 256  # bytes of one read, and the most reads before other channels have their turn
 
 
 class ForeignBytes(Exception):
@@ -58,8 +58,8 @@ class Channel:
             pass
 
     def receive(self) -> list[bytes]:
-        """The messages that are whole by now, none if no other has come. Raises EOFError once the other end is closed
-        and all of its messages have been received, and ForeignBytes."""
+        """All complete messages so far; an empty list if there are none. Raises EOFError once the other end is closed
+        and all its messages were received, and ForeignBytes."""
         messages: list[bytes] = []
         ended = False
         try:
@@ -79,7 +79,7 @@ class Channel:
         return messages
 
     def _whole(self) -> list[bytes]:
-        """Takes the messages that are whole."""
+        """Remove the complete messages from the inbox, and return them."""
         messages: list[bytes] = []
         while (size := _size(self._inbox, self._secret)) is not None and len(self._inbox) >= _HEAD + size:
             messages.append(_checked(bytes(self._inbox[: _HEAD + size])))
@@ -92,8 +92,8 @@ class Channel:
 
 
 class WorkerChannel:
-    """The end of the process itself, which waits. A copy that user code makes of the process, by `os.fork`, has no part
-    in it, and ends where it would go on with the process' own work."""
+    """The worker's end of a channel, with calls that block. A copy of the process that user code makes by `os.fork`
+    cannot use it, and exits if it tries."""
 
     def __init__(self, descriptor: int, secret: bytes) -> None:
         os.set_inheritable(descriptor, False)
@@ -141,7 +141,7 @@ def _digest(message: bytes) -> bytes:
 
 
 def _size(data: bytes | bytearray, secret: bytes) -> int | None:
-    """The bytes of the message that the data begin with; None if their head is not whole yet."""
+    """The size in bytes of the message that `data` begins with; None if its head is incomplete."""
     if data[:SECRET] != secret[: len(data[:SECRET])]:
         raise ForeignBytes("bytes that are no message")
     if len(data) < _HEAD:

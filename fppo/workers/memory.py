@@ -1,6 +1,6 @@
-"""A bound on the memory of a process with all that it starts: a control group where one can be made, else their sum.
+"""Bound the memory of a process and its descendants: by a control group if one can be made, else by watching their sum.
 
-Limits of the system are of single processes, and many small ones pass them together. Linux. No torch.
+The system's own limits hold for single processes, so that many small ones exceed them together. Linux. No torch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import attrs
 
-_ENTER = 'kill -STOP $$; exec "$@"'  # of a shell, which waits until it is let in, and becomes the command
-_KINDS = (  # of control groups: the files of their limit, the file that counts kills, and others with their values
+_ENTER = 'kill -STOP $$; exec "$@"'  # for a shell, which stops until it is admitted, and then becomes the command
+_KINDS = (  # of control groups (v2, v1): files for the limit, the file that counts kills, other files and their values
     (("memory.max",), "memory.events", {"memory.swap.max": "0", "memory.oom.group": "1"}),
     (("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"), "memory.oom_control", {}),
 )
@@ -26,17 +26,17 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @attrs.frozen
 class ControlGroup:
-    """A control group that bounds the memory of the processes in it, all that the kernel holds for them too."""
+    """A control group that bounds the memory of its processes, including the kernel's memory for them."""
 
     place: Path
     counts: str  # the file that counts kills
 
     def entering(self, command: Sequence[str]) -> list[str]:
-        """The command, which waits to be admitted."""
+        """The command, wrapped so that it waits to be admitted."""
         return ["/bin/sh", "-c", _ENTER, "sh", *command]
 
     def admit(self, pid: int) -> None:
-        """Put a process that waits into the group, and let it go on. Raises OSError."""
+        """Put a waiting process into the group, and let it continue. Raises OSError."""
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         (self.place / "cgroup.procs").write_text(str(pid))
         os.kill(pid, signal.SIGCONT)
@@ -50,7 +50,7 @@ class ControlGroup:
 
 @attrs.frozen
 class WatchedSum:
-    """A limit on the sum of what a process and its descendants hold, in bytes, for whoever looks often."""
+    """A limit, in bytes, on the memory of a process and its descendants together; the caller must check it often."""
 
     limit: int
 
@@ -59,10 +59,10 @@ class WatchedSum:
         return [*command]
 
     def admit(self, pid: int) -> None:
-        """Let a process go on, which has not waited."""
+        """Do nothing: the process does not wait."""
 
     def exceeded(self, pid: int) -> bool:
-        """Whether the processes hold more than the limit. What they share counts once."""
+        """Whether the processes hold more than the limit; memory that they share counts once."""
         pids = [pid, *descendants(pid)]
         return sum(map(_resident, pids)) > self.limit and sum(map(_share, pids)) > self.limit
 
@@ -72,7 +72,7 @@ MemoryBound = ControlGroup | WatchedSum
 
 @contextlib.contextmanager
 def memory_bound(limit: int) -> Iterator[MemoryBound]:
-    """A bound of so many bytes on what one command starts."""
+    """A bound of `limit` bytes on the processes that one command starts."""
     group = _group(limit)
     try:
         yield WatchedSum(limit) if group is None else group
@@ -126,7 +126,7 @@ def _own_groups() -> list[Path]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and those that these have."""
+    """The process ids of a process's children, their children, and so on."""
     found: list[int] = []
     left = [pid]
     while left:
@@ -145,20 +145,21 @@ def _children(pid: int) -> list[int]:
 
 
 def _resident(pid: int) -> int:
-    """The bytes that a process holds, what it shares with others too."""
+    """The resident memory of a process in bytes, all of its shared memory included."""
     words = _text(f"/proc/{pid}/statm").split()
     return int(words[1]) * _PAGE if words else 0
 
 
 def _share(pid: int) -> int:
-    """The bytes that a process holds, of what it shares with others its part; all if it hides which that is."""
+    """The resident memory of a process in bytes, with its share of shared memory (PSS); all of it if that cannot be
+    read."""
     lines = _text(f"/proc/{pid}/smaps_rollup").splitlines()
     parts = [int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")]
     return parts[0] if parts else _resident(pid)
 
 
 def _text(file: str) -> str:
-    """The content of a file of the kernel; "" for a process that has ended, or hides it."""
+    """The content of a file in /proc; "" if the process has ended, or the file cannot be read."""
     try:
         return Path(file).read_text()
     except OSError:

@@ -1,7 +1,7 @@
 """Worker processes that can be killed: a sample that hangs costs its time limit and a new process, nothing else.
 
-Pebble's ProcessPool kills what is overdue too, but its time limit is that of a whole task, whose results come together:
-a chunk loses all its samples with the one that hangs, and coroutines run one by one. It sends the function with every
+Pebble's ProcessPool kills overdue tasks too, but its time limit is for a whole task, whose results come together: a
+chunk loses all its samples with the one that hangs, and coroutines run one by one. It sends the function with every
 task instead of loading it once, and it kills the worker alone, not the processes that the function started.
 """
 
@@ -30,7 +30,7 @@ from fppo.workers.sample import Outcome, Sample, UserFn
 _SLACK = 1.0  # seconds that overdue coroutines have to end by themselves
 _LOOK = 0.5  # seconds after which the clock counts the process as stopped
 _SLICE = 0.05  # seconds that one run waits before another gets its turn
-_REAP = 10.0  # seconds that a process which was killed may take to end
+_REAP = 10.0  # seconds that a killed process may take to end
 _CHUNK = 32  # samples in a task, at most
 _Task = tuple[int, ...]  # numbers of samples
 
@@ -39,29 +39,29 @@ _Task = tuple[int, ...]  # numbers of samples
 class _Worker:
     process: subprocess.Popen[bytes]
     channel: Channel
-    deadline: float  # of the pool's clock; until then it has to send something
+    deadline: float  # by the pool's clock: it must send something before
     limit: float = 0.0  # seconds that its call may take
     ready: bool = False
-    run: PoolRun | None = None  # of its samples
+    run: PoolRun | None = None  # to which its samples belong
     open: list[int] = attrs.field(factory=list)  # samples without an outcome, in order
 
 
 @attrs.define(eq=False)
 class PoolRun:
-    """One function on many samples, of which more may come."""
+    """One function on many samples; more samples may be added."""
 
     function: int
     mode: Mode
     patience: Patience
-    closed: int  # how often the pool had been closed when it began
+    closed: int  # how many times the pool had been closed when it began
     samples: dict[int, Sample] = attrs.field(factory=dict)  # without an outcome
     new: list[int] = attrs.field(factory=list)
     pending: deque[_Task] = attrs.field(factory=deque)
     outcomes: dict[int, Outcome] = attrs.field(factory=dict)  # that nobody has taken
-    suspects: set[int] = attrs.field(factory=set)  # that were with one that cost a process
+    suspects: set[int] = attrs.field(factory=set)  # samples of a task that cost a process: any of them may be at fault
 
     def put(self, number: int, sample: Sample) -> None:
-        """Takes a sample in, under a number that no other has that is open."""
+        """Add a sample under a number that no open sample has."""
         self.samples[number] = sample
         self.new.append(number)
 
@@ -113,7 +113,7 @@ class WorkerPool:
             starter.shutdown(wait=False)
 
     def run(self, function: int, mode: Mode, samples: Sequence[Sample], patience: Patience) -> list[Outcome]:
-        """The outcome of function number `function` on every sample, with the patience that is left for their batch. An
+        """The outcome of function number `function` on every sample, within the remaining patience for their batch. An
         interruption leaves no process behind."""
         run, outcomes = self.begin(function, mode, patience), dict[int, Outcome]()
         for number, sample in enumerate(samples):
@@ -123,12 +123,12 @@ class WorkerPool:
         return [outcomes[number] for number in range(len(samples))]
 
     def begin(self, function: int, mode: Mode, patience: Patience) -> PoolRun:
-        """A run of a function on samples that are still to come."""
+        """A run of a function, to which samples are added later."""
         return PoolRun(function, mode, patience, self._closed)
 
     def taken(self, run: PoolRun, *, wait: bool) -> dict[int, Outcome]:
-        """Moves a run on, and takes what outcomes it has; with `wait` at least one, if any sample is open. Several
-        threads may each have a run. An interruption leaves no process behind."""
+        """Advance a run and take its new outcomes; with `wait` at least one, if any sample is open. Several threads may
+        each have a run. An interruption leaves no process behind."""
         while True:
             with self._turn:
                 try:
@@ -192,7 +192,7 @@ class WorkerPool:
             worker.open += task
 
     def _free(self, run: PoolRun) -> _Worker | None:
-        """A process that can take a task: one without any, or one whose coroutines of the same run may get company."""
+        """The least busy process that can take a task: an idle one, or one that runs coroutines of the same run."""
         grows = run.mode.asynchronous and run.mode.kind == "sample" and not run.suspects
         free = [w for w in self._workers if w.ready and (w.run is None or (grows and w.run is run))]
         return min(free, key=lambda worker: len(worker.open), default=None)
@@ -202,7 +202,8 @@ class WorkerPool:
         _kill(worker)
 
     def _await(self, worker: _Worker, run: PoolRun) -> None:
-        """Gives a worker until its next call has to be done, or until coroutines have to end by themselves."""
+        """Set a worker's deadline: when its next call must be done, or when overdue coroutines must have ended by
+        themselves."""
         slack = _SLACK if run.mode.asynchronous and run.mode.kind == "sample" else 0.0
         worker.limit = run.patience.limit
         worker.deadline = self._clock.now() + worker.limit + slack
@@ -224,7 +225,7 @@ class WorkerPool:
                 self._broken(worker, str(error))
 
     def _receive(self, worker: _Worker) -> bool:
-        """Takes what a worker has said; whether it has said anything."""
+        """Handle a worker's messages; return whether there were any."""
         worker.channel.flush()
         messages = worker.channel.receive()
         for message in messages:
@@ -253,7 +254,7 @@ class WorkerPool:
         self._give_up(worker, Outcome("error", text=f"its process {how}"))
 
     def _broken(self, worker: _Worker, found: str) -> None:
-        """Gives a worker up in whose channel somebody else has written."""
+        """Give up a worker whose channel contains bytes of someone else."""
         text = f"it wrote to a descriptor that is not its own: the pool got {found}"
         if not worker.ready:
             raise ValueError(f"the {self._names}, as it was loaded: {text}")
@@ -265,7 +266,8 @@ class WorkerPool:
         self._give_up(worker, worker.run.patience.overdue(worker.limit))
 
     def _give_up(self, worker: _Worker, outcome: Outcome) -> None:
-        """Kills a worker. The sample that it was at gets `outcome`; where that is not known, halves are tried again."""
+        """Kill a worker. The sample at fault gets `outcome`; if it is not known, the open samples are tried again in
+        two halves."""
         left, run = worker.open, worker.run
         self._drop(worker)
         if run is None:
@@ -280,7 +282,7 @@ class WorkerPool:
 
 
 def _tasks(numbers: Sequence[int], mode: Mode, workers: int) -> list[_Task]:
-    """All samples for a function of a batch; else pieces small enough that the workers end together."""
+    """One task for a function of a batch; else tasks small enough that the workers finish together."""
     count = len(numbers)
     if mode.kind == "batch":
         size = count
@@ -292,7 +294,7 @@ def _tasks(numbers: Sequence[int], mode: Mode, workers: int) -> list[_Task]:
 
 
 def _portable(name: str, fn: UserFn, role: str) -> bytes:
-    """The function for another process: by the name of its module, or by value where there is none to import."""
+    """Pickle a function for another process: by its module and name, or by value if it cannot be imported."""
     try:
         data = pickle.dumps(fn)
         if b"__main__" not in data:  # the worker's __main__ is not ours
@@ -332,5 +334,5 @@ def _end(workers: list[_Worker]) -> None:
 def _kill(worker: _Worker) -> None:
     worker.channel.close()
     kill_session(worker.process)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # the system has it, as amid a read from a disk that is away
+    with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, as in a read from a lost disk
         worker.process.wait(timeout=_REAP)

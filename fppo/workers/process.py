@@ -1,4 +1,4 @@
-"""The process that runs reward functions: it imports as little as it can, and it ends with its parent."""
+"""The process that runs user functions: it imports as little as it can, and it ends with its parent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main(descriptor: str, secret: str, parent: str) -> None:
     try:
         _work(channel)
     except OSError:
-        os._exit(CUT)  # without a word: its descriptors are not what they were
+        os._exit(CUT)  # without a message: user code closed or replaced its descriptors
 
 
 def _work(channel: WorkerChannel) -> None:
@@ -83,7 +83,7 @@ def _load(data: bytes) -> Any:
 
 
 def _answer(channel: WorkerChannel, functions: list[Any], task: _Task, loop: asyncio.Runner) -> _Task | None:
-    """Answers a task. Returns one of another function that came meanwhile, if any."""
+    """Run a task and send its outcomes. Returns a task of another function if one came meanwhile."""
     fn, (_, mode, samples) = functions[task.function], task
 
     def on_outcome(number: int, outcome: Outcome) -> None:
@@ -104,8 +104,8 @@ def _answer(channel: WorkerChannel, functions: list[Any], task: _Task, loop: asy
 
 
 async def _coroutines(channel: WorkerChannel, fn: Any, task: _Task, on_outcome: OnOutcome) -> _Task | None:
-    """Runs coroutines, and those of tasks of the same function that come meanwhile. Returns another task, after which
-    none is taken. Raises EOFError once the pool has closed the channel."""
+    """Run a task's coroutines, and those of further tasks of the same function and mode. The first other task ends the
+    intake and is returned. Raises EOFError once the pool has closed the channel."""
     calls, loop = CoroutineCalls(fn, task.mode, on_outcome), asyncio.get_running_loop()
     last: list[_Task | EOFError] = []
 

@@ -34,11 +34,11 @@ class FunctionRunner:
     """Functions, ready to be called; close it, or use it in a `with` statement.
 
     Inline functions run in this process, where nothing stops them. All others run in `workers` processes, which are
-    killed and started again when one call takes more than `time_limit` seconds, in Python or C. Once calls on one batch
-    have run out of time for `batch_limit` seconds in each process, the others have a tenth of that time (a second at
-    least), and after as long again they are not made. Coroutines run up to `concurrency` at a time. Loading the
-    functions may take `start_limit` seconds. A call that fails is made again up to `retries` times. `role` is what
-    errors call them. Several threads may call.
+    killed and started again when one call takes more than `time_limit` seconds, in Python or C. Once overdue calls on
+    one batch have cost `batch_limit` seconds in each process, further calls get a tenth of `time_limit` (at least a
+    second), and after as long again none are made. Coroutines run up to `concurrency` at a time. Loading the functions
+    may take `start_limit` seconds. A call that fails is made again up to `retries` times. `role` is what errors call
+    them. Several threads may call.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class FunctionRunner:
         self.close()
 
     def patience(self) -> Patience:
-        """A fresh `Patience`: the seconds that processes may lose on one batch in parts."""
+        """A fresh `Patience` for one batch, to share among calls on its parts."""
         return Patience(self._time_limit, self._batch_limit * self._workers)
 
     @contextmanager
     def stream(self, function: Function, what: str, log: Logger) -> Iterator[CallStream]:
-        """Calls of a function whose outcomes come as they are ready, until the context ends; the log, which calls them
-        `what`, then has a line about those that failed."""
+        """Calls of a function, with outcomes as they are ready, until the context ends. Then failures are logged in one
+        line, which names the samples as `what`."""
         mode = self._mode(function)
         if self._pool is not None and not function.inline:
             source = PooledCalls(self._pool, self._numbers[function.name], mode, self.patience())
@@ -110,7 +110,7 @@ class FunctionRunner:
                 log.warning(text, self._role, function.name, calls.failed, calls.count, what, calls.why)
 
     def logged_outcomes(self, function: Function, samples: Sequence[Sample], what: str, log: Logger) -> list[Outcome]:
-        """The outcomes of samples, which the log calls `what`; failures among them are logged in one line."""
+        """The outcomes of samples; failures are logged in one line, which names the samples as `what`."""
         outcomes = self.outcomes_of(function, samples)
         for _ in range(self._retries):
             again = [number for number, outcome in enumerate(outcomes) if outcome.kind in FAILED]

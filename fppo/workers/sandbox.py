@@ -2,8 +2,8 @@
 
 A program runs as an unprivileged user in namespaces of its own: no network, no other processes, no files but a
 read-only view of the system's and a small directory for itself, no variables of this process. Its time, processes and
-output are bounded, and the memory of all its processes together: calls of the system that keep memory outside of them
-are refused. Where that cannot be had the program is refused, with the reason.
+output are bounded, and so is the memory of all its processes together; system calls that keep memory outside of
+processes are refused. If a machine cannot do this, the program is refused, with the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SPACE = 16 << 20  # bytes of the program's own directory, and of a file
 _PIECE = 1 << 16
 _LOOK = 0.02  # seconds from one look at the memory to the next
 _TRIED = 64 << 20  # bytes of memory of a trial
-_CALLS = {  # by processor, its number in the kernel's records, and calls that make memory of no process, by number:
+_CALLS = {  # by processor: its audit architecture, and the numbers of system calls whose memory belongs to no process:
     # memfd_create, memfd_secret, shmget, msgget, semget, mq_open, io_uring_setup, bpf, userfaultfd, perf_event_open
     "x86_64": (0xC000003E, (319, 447, 29, 68, 64, 240, 425, 321, 323, 298)),
     "aarch64": (0xC00000B7, (279, 447, 194, 186, 190, 180, 425, 280, 282, 241)),
@@ -48,7 +48,7 @@ os.execv(sys.executable, [sys.executable, "-I", "/box/main.py"])
 
 
 class SandboxRun(NamedTuple):
-    """The end of a program: its exit status, a signal, or a limit of time, output or memory."""
+    """How a program ended (by itself, by a signal, or at a limit of time, output or memory), and its output."""
 
     why: Literal["exit", "signal", "time", "output", "memory"]
     code: int
@@ -70,7 +70,7 @@ class Sandbox:
     """Limits of a program: wall-clock seconds, bytes of memory of all its processes together, processes, and bytes of
     stdout and stderr together.
 
-    A process that wants more memory than that has a MemoryError; several that pass it together are ended.
+    A process that asks for more memory gets a MemoryError; if several together use more, they are killed.
     """
 
     seconds: float = attrs.field(default=5.0, validator=_checked(above(0)))
@@ -167,7 +167,7 @@ def _view(bwrap: str, rules: IO[bytes], more: list[str]) -> list[str]:
         *("--cap-drop", "ALL", "--clearenv", "--setenv", "PATH", "/usr/bin", "--setenv", "HOME", "/tmp"),
         *("--setenv", "PYTHONDONTWRITEBYTECODE", "1", "--uid", str(NOBODY), "--gid", str(NOBODY)),
         *("--hostname", "sandbox", "--ro-bind", "/usr", "/usr", *links, "--proc", "/proc", "--dev", "/dev"),
-        *("--remount-ro", "/dev"),  # memory only, and without a limit
+        *("--remount-ro", "/dev"),  # it is a file system in memory, without a limit
         *("--seccomp", str(rules.fileno())),
         *("--size", str(_SPACE), "--tmpfs", "/tmp", *more, "--chdir", "/tmp", "--remount-ro", "/"),
     ]
@@ -179,8 +179,8 @@ def _is_root() -> bool:
 
 
 def refused_calls() -> bytes:
-    """A program for the kernel's filter of system calls (seccomp) that refuses those of `_CALLS`: memory that they make
-    belongs to no process. Raises RuntimeError on processors whose calls have other numbers."""
+    """A seccomp filter that refuses the system calls of `_CALLS`, whose memory belongs to no process. Raises
+    RuntimeError on processors whose calls have other numbers."""
     machine = platform.machine()
     if machine not in _CALLS:
         raise RuntimeError(
@@ -190,7 +190,7 @@ def refused_calls() -> bytes:
     load, equal, at_least_, give = 0x20, 0x15, 0x35, 0x06  # classic BPF: load, two jumps, return
     kill, refuse, allow = 0x80000000, 0x00050000 | errno.EPERM, 0x7FFF0000
     rules = [(load, 0, 0, 4), (equal, 1, 0, kind), (give, 0, 0, kill), (load, 0, 0, 0)]
-    rules.append((at_least_, len(numbers) + 1, 0, 0x40000000))  # x86's third set of numbers
+    rules.append((at_least_, len(numbers) + 1, 0, 0x40000000))  # the numbers of x86's x32 calls
     rules += [(equal, len(numbers) - place, 0, number) for place, number in enumerate(numbers)]
     rules += [(give, 0, 0, allow), (give, 0, 0, refuse)]
     return b"".join(struct.pack("=HBBI", *rule) for rule in rules)

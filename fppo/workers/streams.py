@@ -28,16 +28,16 @@ class CallSource(Protocol):
 
 
 class CallStream:
-    """Calls under way, by numbers of their caller's; those that fail are made again, up to `retries` times each."""
+    """Calls in progress, numbered by the caller; a call that fails is made again up to `retries` times."""
 
     def __init__(self, source: CallSource, retries: int) -> None:
         self._source, self._retries = source, retries
-        self._open: dict[int, tuple[Sample, int]] = {}  # and how often a call may yet be made again
+        self._open: dict[int, tuple[Sample, int]] = {}  # the sample, and the retries left
         self.count = self.failed = 0  # calls, and those of them that failed in the end
-        self.why = ""  # the first of these failed
+        self.why = ""  # why the first of them failed
 
     def put(self, number: int, sample: Sample) -> None:
-        """Begins a call, or has it wait for a free process; `number` is that of no open call."""
+        """Begin a call, or queue it for a free process, under a number that no open call has."""
         self.count += 1
         self._open[number] = sample, self._retries
         self._source.put(number, sample)
@@ -80,7 +80,7 @@ class PooledCalls:
 
 
 class CallsHere:
-    """Calls of a function in this thread, which makes them when their outcomes are taken."""
+    """Calls of a function in this thread, made when their outcomes are taken."""
 
     def __init__(self, fn: UserFn, mode: Mode) -> None:
         self._fn, self._mode = fn, mode

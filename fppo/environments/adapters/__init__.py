@@ -1,1 +1,1 @@
-"""Environments of other packages in this protocol: a module for each, which imports its package."""
+"""Adapters of other packages' environments to this protocol; each module imports its package."""

@@ -1,4 +1,4 @@
-"""TextArena: games in text of one or several players, of whom the policy is one (pip install textarena)."""
+"""TextArena: text games of one or more players, one of whom is the policy (pip install textarena)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fppo.environments.adapters.objects import ANOTHER, LARGE, SMALL, Kept, seed
 from fppo.environments.protocol import Begin, Message, Reply, Step
 from fppo.workers.imports import imported
 
-_DRAWS = 100  # of a game in which the policy has a move
+_DRAWS = 100  # attempts to draw a game in which the policy gets a move
 
 
 class TextArena:
-    """The game `game`, as "KuhnPoker-v0", in which the policy is a player drawn by the seed.
+    """The TextArena game `game`, for example "KuhnPoker-v0"; the seed decides which player the policy is.
 
-    A player sees what is new since its last move; of the wrappers that TextArena puts around a game those of actions
-    count, which may put a move into brackets. The others are `opponent`, module:function of the text that a player sees
-    and a `random` module that is seeded, for a text. A game that is over before the policy's first move is drawn anew.
-    Rewards are those of the game's end; a cut or invalid move is what the game makes of it.
+    A player sees what is new since its last move. Of TextArena's wrappers only the action wrappers apply, which may put
+    a move into brackets. `opponent` (module:function) moves for all other players: it maps the text that a player sees,
+    and a seeded `random` module, to a text. A game that is over before the policy's first move is drawn anew. Rewards
+    are those at the end of the game; the game decides what a cut or invalid move does.
     """
 
     def __init__(self, *, game: str, players: int = 2, opponent: str | Callable[..., str] | None = None) -> None:
@@ -45,7 +45,7 @@ class TextArena:
         )
 
     def step(self, state: Kept, reply: Reply) -> Step:
-        """The game after a move, and those of the others."""
+        """Make the policy's move, then the others' until it is the policy's turn again or the game is over."""
         seed_generators(state.seed, state.turn + 1)
         game = state.held
         done, _ = game.step(self._written(reply.text))
@@ -58,7 +58,7 @@ class TextArena:
         return Step(kept, (), rewards[me], True, {"invalid": float(info[me].get("invalid_move", False))})
 
     def _until_policy(self, game: Any, seed: int, done: bool) -> list[Message]:
-        """The messages that the policy reads before its next move; nothing where the game is over."""
+        """Make the others' moves and return the messages for the policy's next move; none if the game is over."""
         while not done:
             player, seen = game.get_observation()
             text = seen if isinstance(seen, str) else "\n".join(map(_text_of, seen))
@@ -69,7 +69,7 @@ class TextArena:
         return []
 
     def _written(self, text: str) -> str:
-        """A move as the game's wrappers of actions write it."""
+        """A move, rewritten by the game's action wrappers."""
         for write in self._writers:
             text = write(text)
         return text
@@ -85,7 +85,8 @@ def _text_of(message: tuple[Any, Any, Any]) -> str:
 
 
 def _inside(game: Any) -> tuple[Any, list[Callable[[str], str]]]:
-    """The game inside TextArena's wrappers, which do not pickle, and what those of actions do, the outermost first."""
+    """The game without TextArena's wrappers, which do not pickle, and the functions of its action wrappers, outermost
+    first."""
     writers: list[Callable[[str], str]] = []
     while isinstance(game, getattr(textarena, "Wrapper", ())):
         if hasattr(type(game), "action"):

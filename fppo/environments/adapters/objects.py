@@ -1,6 +1,7 @@
-"""Objects that keep state in themselves, as values: gym's kind of environment, which GEM and gymnasium have.
+"""Adapter for stateful environment objects with gym's interface, such as those of gymnasium and GEM.
 
-A state is the pickled object. The global generators that many of them use are seeded anew before each call.
+The state between two calls is the pickled object. Many of them use global random generators, which are seeded before
+each call.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from fppo.environments.calls import is_flag
 from fppo.environments.protocol import Begin, Reply, Step
 from fppo.workers.imports import imported
 
-SMALL, LARGE = 1 << 31, 1 << 62  # seeds that generators take, and those of episodes
-ANOTHER = 0x9E3779B97F4A7C15  # from one seed to the next
+SMALL, LARGE = 1 << 31, 1 << 62  # exclusive bounds of generators' seeds, and of episodes' seeds
+ANOTHER = 0x9E3779B97F4A7C15  # step from one seed to the next
 
 
 class Kept(NamedTuple):
-    """An object between two calls."""
+    """The state between two calls: the environment object, and its episode's seed and turn."""
 
     seed: int
     turn: int
-    held: Any  # it pickles
+    held: Any  # must pickle
 
 
 def seed_generators(seed: int, turn: int) -> None:
@@ -37,25 +38,26 @@ def seed_generators(seed: int, turn: int) -> None:
 
 
 class Gym:
-    """Environments of gym's kind: `reset(seed=)` gives (text, info), and `step(text)` (text, reward, terminated,
-    truncated, info). `make` is module:name of a class, or of a function of a row's fields, that gives one."""
+    """Environments with gym's interface: `reset(seed=)` returns (text, info), and `step(text)` returns (text, reward,
+    terminated, truncated, info). `make` (module:name) is a class or function that makes one, with `rows` from a data
+    row."""
 
     def __init__(self, *, make: str | Callable[..., Any], role: str = "user", rows: bool = False) -> None:
         self._make = imported(make, "environment", also=type) if isinstance(make, str) else make
         self._role, self._rows = role, rows
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Begin:
-        """A new object's first text; with `rows`, made of the row."""
+        """Make an environment, with `rows` from the row, and return its first text."""
         seed_generators(seed, 0)
         held = self._make(row) if self._rows else self._make()
         text, _ = held.reset(seed=seed % SMALL)
         return Begin(Kept(seed, 0, held), [{"role": self._role, "content": str(text)}])
 
     def step(self, state: Kept, reply: Reply) -> Step:
-        """The text behind an action, and the numbers of its info."""
+        """The text after an action, and the numbers in its info."""
         seed_generators(state.seed, state.turn + 1)
         text, reward, terminated, truncated, info = state.held.step(reply.text)
-        odd = [x for x in (terminated, truncated) if not is_flag(x)]  # which the caller refuses
+        odd = [x for x in (terminated, truncated) if not is_flag(x)]  # the caller raises ValueError for it
         done = odd[0] if odd else bool(terminated or truncated)
         numbers = {name: float(x) for name, x in info.items() if isinstance(x, bool | int | float)}
         messages = () if done else [{"role": self._role, "content": str(text)}]

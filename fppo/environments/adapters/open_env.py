@@ -1,7 +1,8 @@
-"""OpenEnv: environments behind a server, of which each episode has a session.
+"""OpenEnv: environments on a server, with a session for each episode.
 
-A session is no value: a state is its number, and the actions that play the episode again where the session is not, or
-has had other actions: one whose answer was lost, or those of another call with the same state.
+A session does not pickle. So a state holds the session's number, the seed and the episode's actions. They are played
+again in a new session if the process has no such session, or if that session had other actions: one whose answer was
+lost, or those of another call with the same state.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from fppo.workers.imports import imported
 
 
 class HeldSession(NamedTuple):
-    """An episode between two calls."""
+    """The state between two calls: a session, and the seed and actions that play its episode again."""
 
-    session: tuple[int, int]  # the process, and a number in it
+    session: tuple[int, int]  # process id, and a number in that process
     seed: int
     actions: tuple[dict[str, Any], ...] = ()
 
@@ -35,9 +36,9 @@ class _OpenSession(NamedTuple):
 
 
 class OpenEnv:
-    """Environments of the server at `url`. `action` and `shown`, module:function, make a dict of a text and a text of
-    an observation's dict; without them both have a "message". Each process keeps `sessions` open at most, the newest:
-    an episode that has no end of its own leaves one behind."""
+    """Environments of the server at `url`. `action` (module:function) makes an action's dict from a text, and `shown` a
+    text from an observation's dict; by default both use the key "message". Each process keeps at most `sessions`
+    sessions open, those used last, since an episode that does not end by itself leaves one open."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class OpenEnv:
         self._action = given[0] or (lambda text: {"message": text})
         self._shown = given[1] or (lambda seen: str(seen.get("message", seen)))
         self._url, self._numbers, self._most = url, itertools.count(), sessions
-        self._sessions = dict[tuple[int, int], _OpenSession]()  # the one used last is the last
+        self._sessions = dict[tuple[int, int], _OpenSession]()  # least recently used first
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Begin:
         """A new session's first observation."""
@@ -63,9 +64,9 @@ class OpenEnv:
         return Begin(HeldSession(session, seed), [{"role": "user", "content": self._shown(seen.observation)}])
 
     def step(self, state: HeldSession, reply: Reply) -> Step:
-        """The observation behind an action, which ends the session where it is the last."""
+        """The observation after an action; the last action, or a cut one, closes the session."""
         session, action, actions = state.session, self._action(reply.text), state.actions
-        held = self._sessions.pop(session, None)  # and so it is not kept where a call fails
+        held = self._sessions.pop(session, None)  # so that it is not kept if a call fails
         if held is None or held.actions != actions:
             if held is not None:
                 held.client.close()
@@ -87,7 +88,7 @@ class OpenEnv:
             self._sessions.pop(next(iter(self._sessions))).client.close()
 
     def _opened(self, seed: int, actions: Sequence[dict[str, Any]] = ()) -> tuple[Any, Any]:
-        """A new session behind these actions, and what it shows first."""
+        """Open a session and play these actions in it; return its client and its first observation."""
         client = GenericEnvClient(base_url=self._url).sync()
         with _closed_by_errors(client):
             client.connect()
@@ -99,7 +100,7 @@ class OpenEnv:
 
 @contextlib.contextmanager
 def _closed_by_errors(client: Any) -> Iterator[None]:
-    """A context whose errors close a client."""
+    """Close a client if the context raises."""
     try:
         yield
     except BaseException:

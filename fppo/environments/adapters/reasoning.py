@@ -13,17 +13,18 @@ from fppo._errors import shown
 from fppo.environments.adapters.objects import seed_generators
 from fppo.environments.protocol import Begin, Reply, Step
 
-_ITEMS = 1 << 30  # they are made when asked for
-_AT_ONCE = {"acre": 10_000, "list_functions": 1_000_000, "word_ladder": 10_000}  # but for these sets'
+_ITEMS = 1 << 30  # questions of a data set, made one by one when needed
+_AT_ONCE = {"acre": 10_000, "list_functions": 1_000_000, "word_ladder": 10_000}  # sets that make all questions at once
 
 
 class ReasoningGym:
-    """Questions of the data sets {name: its settings}, drawn by the seed; a row may name its own as "dataset".
+    """Questions of the data sets {name: settings}, drawn by the seed; a row may choose a set by its field "dataset".
 
-    `seed` is that of the data sets: held-out questions are those of another one. With `chances` above 1 a wrong answer
-    is followed by `again`, each further one is worth `worth` times as much, and only right ones count. An answer is
-    what stands behind `mark` in a response; without one its last line, or as many of its last lines as the data set's
-    own answer has, or all behind its last empty line where that one has several or is not known.
+    `seed` is the data sets' own seed; use another one for held-out questions. With `chances` above 1 a wrong answer is
+    followed by the text `again`, each further answer is worth `worth` times the one before, and only right answers
+    count. The answer is the text after the last `mark` in a response. Without a mark it is as many of the last lines as
+    the data set's own answer has. If that answer has several lines or is unknown, the text after the last empty line is
+    tried too.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class ReasoningGym:
         return Begin((name, number, 0), [{"role": "user", "content": self._item(name, number)["question"]}])
 
     def step(self, state: tuple[str, int, int], reply: Reply) -> Step:
-        """The answer's score, of 0 to 1; and another chance where there is one, and it is not right."""
+        """Score the answer from 0 to 1; after a wrong one, give another chance if one is left."""
         name, number, turn = state
         item, score = self._item(name, number), 0.0
         for answer in _answers(reply.text, item["answer"], self._mark):
@@ -70,7 +71,7 @@ class ReasoningGym:
 
 
 def _answers(text: str, own: Any, mark: str) -> list[str]:
-    """The parts of a text that may be the answer to a question, whose data set has this answer of its own."""
+    """The parts of a response that may be its answer; `own` is the data set's own answer to the question."""
     if mark:
         return [text.rpartition(mark)[2].strip()]
     lines, count = text.strip().splitlines() or [""], len(str(own or "").strip().splitlines())

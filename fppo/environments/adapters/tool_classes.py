@@ -1,5 +1,5 @@
-"""Classes whose public methods are tools, as TRL's `environment_factory` has them: `reset(**row)`, methods, and
-maybe `get_reward()`."""
+"""Adapter for classes whose public methods are tools, as in TRL's `environment_factory`: they have `reset(**row)`, and
+may have `get_reward()`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ CALL = r"<tool_call>\s*(\{.*?\})\s*</tool_call>"  # Qwen's form
 
 
 class ToolClass:
-    """Episodes with an object of the class `make`, module:name. A turn with calls, JSON that `call` finds with "name"
-    and "arguments", is answered by the role tool; one without ends the episode, and its reward is `get_reward()`."""
+    """Episodes with an object of the class `make` (module:name). The regular expression `call` finds the calls in a
+    turn, JSON with "name" and "arguments"; messages of the role tool answer them. A turn without calls ends the
+    episode, with `get_reward()` as its reward."""
 
     def __init__(self, *, make: str | Callable[[], Any], call: str = CALL) -> None:
         self._make = imported(make, "environment", also=type) if isinstance(make, str) else make
         self._call = re.compile(call, re.DOTALL)
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Begin:
-        """An object that was reset with the row's fields, and the prompt that it gives, if any."""
+        """Make an object and reset it with the row's fields; the text that it returns, if any, is the prompt."""
         seed_generators(seed, 0)
         held = self._make()
         text = held.reset(**row)

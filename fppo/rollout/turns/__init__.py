@@ -1,1 +1,1 @@
-"""Responses of several turns: tools that answer, and how their words become tokens."""
+"""Responses of several turns: tools that answer, and the encoding of their messages."""

@@ -14,7 +14,7 @@ from fppo.episodes import EpisodeCut
 
 
 class Section(NamedTuple):
-    """Some tokens of a response, one behind the other: a turn's, or an observation's."""
+    """Consecutive tokens of a response: one turn, or one observation."""
 
     tokens: Tensor  # [t] int64
     log_probs: Tensor  # [t]; 0 in an observation
@@ -39,7 +39,7 @@ class Chain:
     messages: Sequence[Message] | None = None  # of the prompt, where the player gave it
     begun: bool = False
     failures: int = 0
-    why: str = ""  # the first of these
+    why: str = ""  # the reason of the first failure
     lost: bool = False  # it could not begin
     sections: list[Section] = attrs.field(factory=list)
     ids: list[int] = attrs.field(factory=list)
@@ -48,12 +48,12 @@ class Chain:
     requests: int = 0  # made so far
     finish: str = ""
     done: bool = False
-    turns: list[list[int]] = attrs.field(factory=list)  # the tokens of those before
+    turns: list[list[int]] = attrs.field(factory=list)  # the tokens of earlier turns
     rewards: dict[int, float] = attrs.field(factory=dict)  # by column
     info: dict[str, float] = attrs.field(factory=dict)
-    experts: list[tuple[int, int, Tensor]] = attrs.field(factory=list)  # by row, of its tokens up to a place
+    experts: list[tuple[int, int, Tensor]] = attrs.field(factory=list)  # row of the episode, end of the tokens, experts
     said: list[Message] = attrs.field(factory=list)  # the conversation so far, where turns are rows
-    later: list[EpisodeCut] = attrs.field(factory=list)  # the rows behind the first
+    later: list[EpisodeCut] = attrs.field(factory=list)  # the rows after the first
 
     def failed(self, why: str) -> None:
         """Counts a failure."""

@@ -1,4 +1,5 @@
-"""Responses of several turns: something answers each, and its messages are context that is not trained on."""
+"""Responses of several turns: a tool or an environment answers each, and its messages are context that is not trained
+on."""
 
 from __future__ import annotations
 
@@ -40,41 +41,40 @@ _SEEDS = 1 << 62
 class TurnsEngine:
     """An engine whose responses are conversations with a tool, or episodes of an environment.
 
-    `engine` samples a turn. Each row that ended with a stop token goes to `tools`, which are a `Responder` or a
-    `Player`: their messages are encoded and put behind the row's tokens as an observation, and the engine goes on from
-    there, at most `max_turns` times; token ids that were sampled stay as they are. Observations are in the attention
-    mask and not in the response mask, with log-probs of 0. Where the engine tells experts, each token has those of the
-    turn that first ran it. `turn_ids` number the turns.
+    `engine` samples a turn. Each row that ended with a stop token goes to `tools`, a `Responder` or a `Player`. Their
+    messages are encoded and appended to the row as an observation, and the engine continues from there, up to
+    `max_turns` turns; sampled token ids stay as they are. Observations are in the attention mask and not in the
+    response mask, with log-probs of 0. If the engine reports experts, each token has those of the turn that first ran
+    it. `turn_ids` number the turns.
 
     `sampling.max_tokens` (and `limits`) bound a whole response, observations included; `turn_tokens` bounds each turn.
-    A row at one of these bounds is done, its finish is "length"; so is that of a row whose observation would leave no
-    room for a token after it, and the observation is left out: a response always ends with a token of the policy's. A
-    row at the limit of turns ends as its turn did; a tool is not asked about its last turn.
+    A row at one of these bounds is done, with finish "length". So is a row whose observation would leave no room for
+    another token; the observation is left out, since a response always ends with a token of the policy. A row at the
+    limit of turns ends as its last turn did; a tool is not asked about that turn.
 
-    An environment rewards each turn, also the last one and one that was cut; `turn_rewards` are these. It may give
-    prompts, which `prompt` encodes in at most `prompt_tokens`: they replace the row's own. Rewards need whole episodes,
-    so that no row is reported early. What it is begun with depends on the key and the prompt alone. An episode fails
-    where a call of its environment does, and where its prompt is too long, or another than that of its group: with
-    `failure = "drop"` its reward is nan, with "score" it ends with its rewards so far, "raise" ends the run.
+    An environment rewards each turn (`turn_rewards`), also the last one and a cut one. It may give a prompt in place of
+    the row's own; `prompt` encodes it, in at most `prompt_tokens`. Rewards need whole episodes, so no row is reported
+    early. An episode's seed depends on the key and the prompt alone. An episode fails if a call of its environment
+    fails, or if its prompt is too long or not that of its group: with `failure = "drop"` its reward is nan, with
+    "score" it ends with its rewards so far, "raise" ends the run.
 
-    No row waits for another's environment: an engine that can be open for requests (`RequestEngine`) decodes those that
-    have been answered, and reads no token twice; of any other, rows that have been answered are asked together. Rows of
-    a prompt begin together.
+    No row waits for another's environment. An engine that can be opened for requests (`RequestEngine`) decodes rows as
+    they are answered, and runs no token twice; any other engine gets the answered rows together. The rows of a prompt
+    begin together.
 
-    Draws depend on key, row, turn and position in the turn; those of the first turn are the engine's own. So ids do not
-    depend on when anything is answered. On a mesh each rank plays some of the rows, and all get all results. Where a
-    call failed, `extras` count it as "tool_failures".
+    Draws depend on key, row, turn and position in the turn; those of the first turn are the engine's own. So token ids
+    do not depend on when answers come. On a mesh each rank plays some of the rows, and all get all results. `extras`
+    count failed calls as "tool_failures".
 
-    With `thinking = "drop"` each turn is a row: its prompt is the conversation so far, by `prompt`, so that a chat
-    template leaves out earlier thoughts as it does where the policy is used. Only what is behind the prompt was
-    sampled, with these ids; earlier turns are text in it. The rows of an episode stand in order (`Rollout.episodes`),
-    and joined they are the response that "keep" would report. The draws of a turn are the same in both. A turn that
-    goes on with nothing in between stays in its row. Bounds on a response hold for the joined one, and no row is longer
-    than a prompt with a whole response.
+    With `thinking = "drop"` each turn is a row. Its prompt is the conversation so far, encoded by `prompt`, so that a
+    chat template leaves out earlier thoughts as it does in use. Only the tokens after the prompt were sampled; earlier
+    turns are text in it. The rows of an episode are in order (`Rollout.episodes`), and joined they are the response
+    that "keep" would report. A turn has the same draws in both. A turn that continues without an observation stays in
+    its row. Bounds on a response hold for the joined one, and no row is longer than a prompt with a whole response.
 
-    With `draws` a response is an episode of a game: the prompt's last message has as many uniform numbers of the
-    response's own for tools, as "draws", and `extras` hold the text of that message, these numbers and the texts of the
-    policy's turns as the "opening", "draws" and "turns" of an "episode". No row is reported early then, either.
+    With `draws` a response is an episode of a game. For tools the prompt's last message has this many uniform numbers
+    of the response's own, as "draws". The `extras` have an "episode": the text of that message as "opening", these
+    "draws", and the texts of the policy's "turns". No row is reported early then, either.
     """
 
     engine: Engine
@@ -155,7 +155,7 @@ class TurnsEngine:
         )
 
     def _agreement(self, ask: Ask, axes: Sequence[str]) -> Agreement:
-        """How the ranks of these axes, which answer together, share the player's calls and what comes of them."""
+        """How the ranks of these axes share the player's calls and their results."""
         device = ask.prompts.tokens.device
 
         def gathered(heard: Heard) -> Heard:
@@ -213,8 +213,8 @@ class TurnsEngine:
         return [{"role": "user", "content": text}]
 
     def _replies(self, sampling: Sampling) -> ReplyOf:
-        """A function of a turn's tokens to the policy's turn: special tokens stand in its text, but for one that ended
-        it."""
+        """A function from a turn's tokens to a `Reply`; special tokens stay in its text, except one that ended the
+        turn."""
         tokenizer, special, ends = self.tokenizer, frozenset(self.tokenizer.all_special_ids), dict[int, str]()
 
         def text_of(ids: list[int]) -> str:
@@ -230,7 +230,7 @@ class TurnsEngine:
         return reply
 
     def _extras(self, chain: Chain, opening: Sequence[Message], sampling: Sampling) -> dict[str, Any]:
-        """The extras that a row gets more."""
+        """A row's additional extras."""
         more: dict[str, Any] = {FAILURES: chain.failures} if chain.failures else {}
         if self.tools.judges:
             more[INFO] = chain.info

@@ -1,5 +1,5 @@
-"""Games in text: what is dealt, what the policy may say, and what it comes to. Worker processes import this module, so
-it imports no torch."""
+"""Text games: what is dealt, what the policy may say, and how it ends. Worker processes import this module, so it
+imports no torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Chance(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The policy's turn: what it is shown, and the state behind each text that it may answer."""
+    """The policy's turn: what it is shown, and the state after each text that it may answer."""
 
     shown: str
     actions: Mapping[str, State]
@@ -52,9 +52,9 @@ class Game:
     """A game that the policy plays in the turns of a response: the tool that deals, and with `score` the reward.
 
     `node(state)` says what a state is. The first one is the text of the prompt, or of its last message, and the first
-    turn shows "", for the policy has read the prompt. What a state holds and no turn shows is hidden: states that look
-    the same to the policy must allow the same texts. A turn that says none of them, or a response that is cut, scores
-    0. At most `draws` times something is dealt.
+    turn shows "", for the policy has read the prompt. Whatever no turn shows of a state is hidden: states that look the
+    same to the policy must allow the same texts. A turn that says none of them, or a response that is cut, scores 0.
+    Something is dealt at most `draws` times.
     """
 
     node: Callable[[State], Node]
@@ -80,7 +80,7 @@ class Game:
     def after(self, opening: str, turns: Iterable[str], draws: Iterable[float]) -> Turn | End | None:
         """Where these turns lead with these draws, in [0, 1); None if one of them is not allowed.
 
-        Raises ValueError if there are too few draws, or probabilities that are none.
+        Raises ValueError if there are too few draws, or invalid probabilities.
         """
         left = iter(draws)
         node = self._dealt(opening, left)

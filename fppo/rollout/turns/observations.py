@@ -1,4 +1,4 @@
-"""Tools' messages as tokens that go behind what the policy sampled, which is never encoded anew."""
+"""Tools' messages as tokens, to append to tokens that the policy sampled; these are never encoded anew."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Encode(Protocol):
 
 @attrs.frozen
 class Within:
-    """Messages as `encode` has them, without tokens from `vocabulary` on, which the model has no embedding for."""
+    """Messages as `encode` encodes them, without tokens from `vocabulary` on, for which the model has no embeddings."""
 
     encode: Encode
     vocabulary: int
@@ -47,12 +47,12 @@ class PlainText:
 
 @attrs.frozen
 class ChatTemplate:
-    """Messages as the tokenizer's chat template puts them behind an assistant's turn, up to where it speaks again.
+    """Messages as the tokenizer's chat template renders them after an assistant's turn, up to where it speaks again.
 
-    The template renders a short conversation in which an assistant's turn goes before the messages; the observation is
-    all that stands behind that turn's words. How the template renders the turn itself, or would render it at the end of
-    a conversation, does not matter: the policy reads the tokens that it sampled. The token that ended the turn is left
-    out of the observation, and so is the template's own end of a turn in its place. `chat_template` makes it.
+    The template renders a short conversation, an assistant's turn and then the messages; the observation is everything
+    after the words of that turn. How the template renders the turn itself, or would render it at the end of a
+    conversation, does not matter: the policy reads the tokens that it sampled. The observation begins after the token
+    that ended the turn, or after the template's own end of a turn in its place. `chat_template` makes it.
     """
 
     tokenizer: Any
@@ -60,7 +60,7 @@ class ChatTemplate:
     in_place: tuple[int, int] | None = (
         None  # a sampled end of turns, and the one that the template writes in earlier turns
     )
-    behind_calls: bool = False  # messages of a tool stand behind a call of it alone
+    behind_calls: bool = False  # a tool's messages may only follow a call of it
 
     def __call__(self, messages: Sequence[Mapping[str, Any]], end: int) -> list[int]:
         """The observation's tokens; none for no messages. Raises ValueError for messages that the template refuses."""
@@ -79,8 +79,8 @@ class ChatTemplate:
         return ids
 
     def tail(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text of a conversation behind an assistant's words, or behind a name in its call of a tool. A message of
-        a tool may hold the tool's "name"."""
+        """Render a conversation; return the text after the assistant's words, or after a name in its call of a tool. A
+        message of a tool may hold the tool's "name"."""
         said: dict[str, Any] = {"role": "assistant", "content": _MARK}
         if self._calls(messages):
             call = {"name": messages[0].get("name", "tool"), "arguments": {_MARK: 1}}
@@ -104,7 +104,8 @@ class ChatTemplate:
         return self.behind_calls and messages[0]["role"] == "tool"
 
     def _behind_a_call(self, tail: str, end: int) -> list[int]:
-        """The tokens from the special one on that ends the call, or behind those that ended the turn."""
+        """The tokens from the special one that ends the call, without any end tokens that the policy sampled
+        already."""
         ids = self.encoded(tail)
         first = self._first_special(ids)
         if first is None:
@@ -114,11 +115,11 @@ class ChatTemplate:
         return ids[first + (end in self.special()) :]
 
     def encoded(self, text: str) -> list[int]:
-        """The tokens of a text that the template wrote behind an assistant's words."""
+        """The tokens of a text that the template wrote after an assistant's words."""
         return encode_behind(self.tokenizer, text, _MARK)
 
     def special(self) -> set[int]:
-        """The tokens that no text spells."""
+        """The ids of special and added tokens."""
         return {*self.tokenizer.get_added_vocab().values(), *self.tokenizer.all_special_ids}
 
     def _first_special(self, ids: Sequence[int]) -> int | None:
@@ -127,8 +128,8 @@ class ChatTemplate:
 
 
 def chat_template(tokenizer: Any, *, roles: Sequence[str] = (), options: ChatOptions = PLAIN) -> ChatTemplate:
-    """The tokenizer's chat template, for messages behind a turn. Raises ValueError if it does not take them: those of
-    an assistant, of the user, and of `roles`."""
+    """The tokenizer's chat template, for messages after a turn. Raises ValueError if it refuses messages of the user,
+    or of `roles`, after an assistant's."""
     template = _in_place(ChatTemplate(tokenizer, options))
     for role in ("user", *roles):
         message = {"role": role, "content": "x"}
@@ -149,8 +150,8 @@ def chat_template(tokenizer: Any, *, roles: Sequence[str] = (), options: ChatOpt
 
 
 def _in_place(template: ChatTemplate) -> ChatTemplate:
-    """The template with the ends of turns that it writes at the end of a conversation and, in their place, before it:
-    gpt-oss samples <|return|>, where its template writes <|end|> in earlier turns."""
+    """Set `in_place` if the template ends the last turn and earlier turns differently: gpt-oss samples <|return|>, and
+    its template writes <|end|> in earlier turns."""
     said = [_ASKED, {"role": "assistant", "content": _MARK}]
     last = _render(template.tokenizer, said, template.options, generation=False).partition(_MARK)[2]
     earlier = template.tail([_ASKED])
@@ -162,8 +163,8 @@ def _in_place(template: ChatTemplate) -> ChatTemplate:
 
 
 def said_message(tokenizer: Any, reply: Reply, before: Sequence[int]) -> Message:
-    """A turn behind the tokens `before` as a message of the conversation that goes on: in the parts that the
-    tokenizer's `response_template` reads, such as thoughts and calls of tools, or else all of it as its content."""
+    """A turn after the tokens `before`, as a message: in parts, such as thoughts and calls of tools, if the tokenizer
+    has a `response_template` that reads them, else all of it as content."""
     whole: Message = {"role": "assistant", "content": reply.text}
     if getattr(tokenizer, "response_template", None) is None:
         return whole
@@ -179,13 +180,14 @@ def said_message(tokenizer: Any, reply: Reply, before: Sequence[int]) -> Message
 
 
 def forgets_thinking(tokenizer: Any, *, roles: Sequence[str] = (), options: ChatOptions = PLAIN) -> list[str]:
-    """The roles, of the user and `roles`, before whose messages the chat template leaves out what an assistant thought
-    in its turn."""
+    """The roles, among the user and `roles`, whose messages make the chat template drop an assistant's earlier
+    thoughts."""
     return [role for role in ("user", *roles) if _forgets(tokenizer, role, options)]
 
 
 def _forgets(tokenizer: Any, role: str, options: ChatOptions) -> bool:
-    """Whether a thought that is in the content, or beside it, is missing where the conversation goes on."""
+    """Whether an assistant's thought, in the content or in a field of its own, is dropped once a message of `role`
+    follows."""
     after = {"role": role, "content": "x"}
     inside = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_MARK}"}
     beside = {"role": "assistant", "content": _MARK, "reasoning_content": _THOUGHT, "thinking": _THOUGHT}

@@ -1,4 +1,4 @@
-"""Episodes that move on their own: each row goes on as soon as its own environment has answered."""
+"""Play episodes independently: each row continues as soon as its own environment has answered."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReplyOf(Protocol):
 
 @attrs.frozen(kw_only=True)
 class Rules:
-    """How episodes go."""
+    """Settings of the episodes of a rollout."""
 
     sampling: Sampling
     key: Key
@@ -44,15 +44,15 @@ class Rules:
     encode: Encode
     reply: ReplyOf
     prompt: Callable[[Sequence[Message]], Sequence[int]] | None
-    prompt_tokens: int | None  # that a prompt may have
+    prompt_tokens: int | None  # the most tokens of a prompt
     anew: bool  # each turn begins with a prompt of the conversation so far
-    said: Callable[[Reply, Sequence[int]], Message]  # the message of a turn behind these tokens
+    said: Callable[[Reply, Sequence[int]], Message]  # the message of a turn after these tokens
     failure: Failure
     on_done: Callable[[Chain], None]
 
     @property
     def lost(self) -> float:
-        """The reward of a call that failed: none, or nothing beside those before it."""
+        """The reward of a failed call: nan if the episode is dropped, else 0."""
         return torch.nan if self.failure == "drop" else 0.0
 
 
@@ -60,7 +60,8 @@ Heard = list[tuple[int, PlayedStep]]  # answers by row
 
 
 class Agreement(NamedTuple):
-    """The ranks that answer together, which of them this is, and a way to give all what each of them heard."""
+    """The number of ranks that answer together, this one's place among them, and a function that gives all the answers
+    to all of them."""
 
     ranks: int
     place: int
@@ -68,8 +69,8 @@ class Agreement(NamedTuple):
 
 
 class Play:
-    """Episodes under way: requests to an engine, and calls of a player for the rows that have none. Ranks that answer
-    together make the same requests, and share the calls."""
+    """Episodes in progress: each row has a request to the engine, or a call of the player. Ranks that answer together
+    make the same requests, and share the calls."""
 
     def __init__(
         self, rules: Rules, chains: Sequence[Chain], requests: Requests, calls: PlayerCalls, agreement: Agreement
@@ -153,8 +154,8 @@ class Play:
         return [self._request(each, (), each.most) for each in group]
 
     def _give_prompt(self, group: Sequence[Chain]) -> None:
-        """Gives a group the prompt of its first episode that began. Episodes with another one are lost, as are all
-        where it is too long."""
+        """Give a group the prompt of its first episode that began. Episodes with another prompt are lost; all are if it
+        is too long."""
         rules = self._rules
         messages = next((list(each.messages or ()) for each in group if not each.lost), [])
         ids = list(rules.prompt(messages)) if messages and rules.prompt is not None else []
@@ -195,7 +196,7 @@ class Play:
         if chain.requests == rules.max_turns:
             return self._over(chain)
         left = chain.most - used - len(observation)
-        if row is not None:  # which is no longer than the whole response might be
+        if row is not None:  # no row is longer than a prompt with a whole response
             left = min(left, len(chain.prompt) + chain.most - len(row.prompt))
         if left < 1:
             chain.finish = "length"
@@ -207,7 +208,7 @@ class Play:
         return self._request(chain, row.prompt, left, anew=True)
 
     def _next_row(self, chain: Chain, messages: Sequence[Message], start: int, observed: int) -> EpisodeCut:
-        """The row of the turn behind these messages. Raises ValueError for a conversation that cannot be encoded."""
+        """The row that begins after these messages. Raises ValueError for a conversation that cannot be encoded."""
         rules = self._rules
         assert rules.prompt is not None
         said = rules.said(rules.reply(chain.reply_ids, cut=False), chain.cuts[-1].prompt)
@@ -215,7 +216,7 @@ class Play:
         return EpisodeCut(list(rules.prompt(chain.said)), start, observed)
 
     def _refused(self, chain: Chain, why: str) -> None:
-        """Ends an episode that no prompt can go on with, as one that failed."""
+        """End an episode as failed, since its conversation cannot be encoded."""
         self._check(PlayedStep(failed=True, why=why))
         chain.failed(why)
         if self._rules.judges:
@@ -235,7 +236,7 @@ class Play:
         chain.ids += observation
 
     def _request(self, chain: Chain, ids: Sequence[int], left: int, *, anew: bool = False) -> Request:
-        """The next request: a prompt, or what follows the last one, unless it begins `anew`."""
+        """The next request: a prompt if it is the first or begins `anew`, else a continuation of the last one."""
         rules, before = self._rules, chain.name
         chain.requests += 1
         first = chain.requests == 1
@@ -252,7 +253,7 @@ class Play:
         )
 
     def _key(self, number: int) -> Key:
-        """The key of the draws of a row's request of this number."""
+        """The key for the draws of request number `number` of a row."""
         if number not in self._keys:
             self._keys[number] = self._rules.key if number == 1 else self._rules.key.fold("turn", number)
         return self._keys[number]
@@ -263,7 +264,7 @@ class Play:
         return self._samplings[most]
 
     def _ended(self, chain: Chain, finished: FinishedRequest) -> None:
-        """Takes a turn in, and puts it to the player if it wants it."""
+        """Append a finished turn, and pass it to the player if it answers such turns."""
         rules = self._rules
         drawn = finished.tokens, finished.log_probs, finished.sampling_log_probs, finished.versions
         chain.sections.append(Section(*drawn, chain.turn))

@@ -1,4 +1,4 @@
-"""The rollout of episodes that several ranks played, from each rank's own."""
+"""Assemble the rollout of episodes that several ranks played."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fppo.tree import replace
 
 @attrs.frozen(kw_only=True)
 class Records:
-    """Makes the rollout of `ask`, whose rows the ranks of a mesh share: each list of `shares` has a rank's rows."""
+    """Assembles the rollout of `ask`; each list of `shares` has the rows that one rank of a mesh played."""
 
     ask: Ask
     shares: Sequence[Sequence[int]]
@@ -34,8 +34,8 @@ class Records:
     anew: bool = False  # each turn is a row
 
     def rollout(self, chains: Sequence[Chain], extras: Callable[[Chain], Mapping[str, Any]]) -> Rollout:
-        """The rollout, the same on every rank, from the episodes of this rank's rows, in their order. `extras` are what
-        a row's extras get more."""
+        """The rollout, the same on every rank, from the episodes of this rank's rows, in their order. `extras` returns
+        a row's additional extras."""
         ask, routed = self.ask, next((chain.experts[0][2] for chain in chains if chain.experts), None)
         own = {
             "width": max((len(chain.ids) for chain in chains), default=1),
@@ -81,7 +81,8 @@ class Records:
         return replace(rollout, routed=completed_experts(routed, rollout.attention_mask))
 
     def _cuts(self, chain: Chain) -> list[EpisodeCut]:
-        """The rows of an episode; without prompts, of which a rollout has those of the first rows already."""
+        """The rows of an episode; a single one without its prompt, which the rollout has already, unless each turn is a
+        row."""
         return chain.cuts if self.anew else [EpisodeCut(())]
 
     def _collected(self, x: Tensor, shares: Sequence[Sequence[int]] | None = None) -> Tensor:
@@ -107,7 +108,7 @@ class Records:
         return replace(prompts, **columns, extras=extras)
 
     def _experts(self, chains: Sequence[Chain], rollout: Rollout, sizes: Sequence[int], kind: Sequence[Any]) -> Tensor:
-        """The experts [B, S, L, k] of a rollout with so many rows of each episode."""
+        """The experts [B, S, L, k] of a rollout; `sizes` are the numbers of rows of each episode."""
         *shape, dtype = kind
         ends = list(accumulate(sizes))
         shares = [[n for row in share for n in range(ends[row] - sizes[row], ends[row])] for share in self.shares]
@@ -123,7 +124,7 @@ class Records:
 
 
 def _opening(chain: Chain) -> list[Any] | None:
-    """The prompt that its player gave an episode: tokens and messages."""
+    """The prompt that the player gave an episode: tokens and messages."""
     return None if chain.messages is None else [list(chain.prompt), chain.messages]
 
 
@@ -134,12 +135,12 @@ def _drawn_versions(chains: Sequence[Chain]) -> Tensor:
 
 
 def _columns(chains: Sequence[Chain], width: int, wide: torch.dtype) -> dict[str, Tensor]:
-    """The responses from the first column on, each [b, T]."""
+    """The columns of responses, each [b, T]."""
     lengths = tensor_of([len(chain.ids) for chain in chains], torch.int64)
     seen, sections = torch.arange(width) < lengths[:, None], [x for chain in chains for x in chain.sections]
 
     def column(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """The tokens of all sections, one behind the other, at their places."""
+        """Concatenate the values of all sections, and lay them out at their places."""
         whole = torch.zeros(len(chains), width, dtype=dtype)
         if parts:
             whole[seen] = torch.cat([*parts]).to(dtype)

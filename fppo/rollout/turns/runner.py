@@ -1,4 +1,4 @@
-"""The edge at which tools run: in worker processes with a time limit, or, where they are trusted, here."""
+"""Run tools in worker processes with a time limit or, if they are trusted, in this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger("fppo.rollout")
 
 
 class ToolResult(NamedTuple):
-    """A tool's result for a conversation: messages to go on after, or None to end the response."""
+    """A tool's result for a conversation: messages after which the policy continues, or None to end the response."""
 
     messages: list[Message] | None
     failed: bool = False  # the tool raised, ended its process or took too long, and this stands in
@@ -103,7 +103,7 @@ class ToolRunner(FunctionRunner):
 
 @attrs.frozen
 class ToolPlayer:
-    """A tool as a player: an episode's state is its conversation, in which a turn that the tool lets go on is open."""
+    """A tool as a player. An episode's state is its conversation, without a turn that the tool lets continue."""
 
     tools: Responder
 
@@ -134,7 +134,7 @@ class _ToolCalls:
     def __init__(self, calls: CallStream, result: Callable[[Outcome], ToolResult]) -> None:
         self._calls, self._result = calls, result
         self._begun: list[tuple[int, PlayedStep]] = []
-        self._open: dict[int, tuple[list[Message], list[Message]]] = {}  # conversations with the turn, and before
+        self._open: dict[int, tuple[list[Message], list[Message]]] = {}  # conversations with the turn, and without it
 
     def reset(self, number: int, row: Mapping[str, Any], seed: int) -> None:
         """Implement `PlayerCalls.reset`."""

@@ -1,9 +1,9 @@
 """Tools: functions that answer the policy's turns. Worker processes import this module, so it imports no torch.
 
 A tool is `respond(conversation) -> messages`, a function or a coroutine. The conversation is a list of messages, dicts
-with "role" and "content": the prompt, the policy's turns and the tools' messages; the policy's messages have "end"
-too, the text or the token that ended the turn. A tool returns messages that the policy goes on after; no messages, [],
-to let it go on with nothing in between; or None: the response is done.
+with "role" and "content": the prompt, the policy's turns and the tools' messages; the policy's messages have "end" too,
+the text or the token that ended the turn. A tool returns messages after which the policy continues; [] to let it
+continue with nothing in between; or None to end the response.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _PLACES = 4  # decimals of a result
 def calculator(conversation: Sequence[Mapping[str, Any]]) -> list[Message] | None:
     """The value of an open `<<48/2=`, as `24>>`: the calculator of Cobbe et al. (2021), arXiv:2110.14168.
 
-    It wants "=" as a stop token. A turn that ends with an "=" elsewhere, or whose expression has no value, goes on with
-    nothing in between; one that ends otherwise is the end of the response.
+    It wants "=" as a stop token. A turn that ends with an "=" elsewhere, or whose expression has no value, continues
+    with nothing in between; any other turn ends the response.
     """
     last = conversation[-1]
     if not str(last.get("end", "")).endswith("="):
@@ -45,7 +45,8 @@ def calculator(conversation: Sequence[Mapping[str, Any]]) -> list[Message] | Non
 
 
 def evaluate(expression: str) -> str | None:
-    """The value of numbers, + - * / and parentheses, to four decimals; None if it is anything else, or has none.
+    """The value of an expression of numbers, + - * / and parentheses, to four decimals; None for other texts, or if it
+    has none.
 
     Nothing is executed: the text is parsed, and exact fractions are added up over its tree. Its size is bounded.
     """

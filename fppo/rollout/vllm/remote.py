@@ -194,7 +194,7 @@ def _end(group: Group, memories: list[Memory]) -> None:
 
 
 def _begun(do: Callable[[], None]) -> Future[None]:
-    """The future of work in a daemon thread."""
+    """Start work in a daemon thread, and return its future."""
     result: Future[None] = Future()
 
     def run() -> None:

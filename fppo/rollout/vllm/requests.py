@@ -1,4 +1,5 @@
-"""vLLM open for requests as they come: a row goes on by its tokens, whose keys and values vLLM's prefix cache has."""
+"""vLLM open for requests as they come: a row continues from its tokens, with keys and values from vLLM's prefix
+cache."""
 
 from __future__ import annotations
 
@@ -27,16 +28,16 @@ _WHY = "vLLM was started for max_model_len ="
 
 
 class VllmTurns(Protocol):
-    """Protocol of a vLLM that takes rows and ends them, and the weights that it holds."""
+    """Protocol of a vLLM that holds weights of one version, and answers rows that come and go."""
 
     @property
     def limit(self) -> int: ...
 
-    def begin(self, params: Mapping[str, Tensor], version: int) -> None: ...  # holds these weights, and no rows
+    def begin(self, params: Mapping[str, Tensor], version: int) -> None: ...  # it then holds these weights, and no rows
 
     def turn(self, new: Sequence[HostRow], ended: Sequence[int]) -> list[HostDraws]: ...
 
-    def replace(self, died: EngineDied) -> None: ...  # begins anew; raises it where that is no use
+    def replace(self, died: EngineDied) -> None: ...  # begins anew, or raises `died` if that is no use
 
 
 @attrs.define(eq=False)
@@ -74,8 +75,8 @@ class _VllmRow:
 class VllmRequests:
     """`Requests` of a `VllmEngine`, on a vLLM of its own.
 
-    A request that goes on after another is sent with all tokens of its row: vLLM finds their keys and values in its
-    prefix cache, in blocks, as long as there is room for them. After an update rows are read anew. A vLLM that dies is
+    A request that continues another is sent with all tokens of its row: vLLM finds their keys and values in its prefix
+    cache, in blocks, as long as there is room for them. After an update rows are computed anew. A vLLM that dies is
     replaced, and goes on with the rows that are open.
     """
 
@@ -101,17 +102,17 @@ class VllmRequests:
 
     @property
     def together(self) -> tuple[str, ...]:
-        """None: each rank's vLLM answers alone."""
+        """No axes: each rank's vLLM answers alone."""
         return ()
 
     @property
     def limit(self) -> int | None:
-        """vLLM's own, of a prompt and its response together."""
+        """vLLM's limit on a prompt and its response together."""
         return self._turns.limit
 
     @property
     def counts(self) -> RequestCounts:
-        """How many requests there are; vLLM has some of those that draw wait."""
+        """The numbers of requests; some of those that draw may wait inside vLLM."""
         return RequestCounts(len(self._new), len(self._open) - len(self._new), len(self._kept))
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -203,5 +204,5 @@ class VllmRequests:
         self._begin_again()
 
     def _begin_again(self) -> None:
-        """Has all open rows read anew."""
+        """Send all open rows anew."""
         self._new, self._gone = [*self._open.values()], []

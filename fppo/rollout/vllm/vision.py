@@ -1,4 +1,4 @@
-"""The images and videos of a row as vLLM takes them, one by one, and the parameters of what sees them. No vllm here."""
+"""The images and videos of a row as vLLM takes them, one by one, and its names of vision parameters. No vllm here."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fppo.rollout.engine import Ask
 from fppo.rollout.sync import Rename, dtensor_weight_loader
 from fppo.rollout.vllm.host import Inputs
 
-# by what tells images of a row apart: a row of `image_grid_thw` each, or one of `pixel_values`
+# model types, by how images of a row are separated: by a row of `image_grid_thw` each, or one of `pixel_values`
 GRIDS, STACKS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("idefics3", "smolvlm", "llava")
-APART = ("qwen3_vl",)  # those that have words between the frames of a video
+APART = ("qwen3_vl",)  # those that have text between the frames of a video
 
 
 class PlacedMedia(NamedTuple):
@@ -72,8 +72,8 @@ def _check_row(model: Model, tokens: Sequence[int], inputs: RowInputs) -> None:
 
 
 def placed_images(config: PreTrainedConfig, tokens: Sequence[int], inputs: RowInputs) -> list[PlacedMedia]:
-    """Where a row's images stand, and then its videos. Raises ValueError for places that do not hold what stands for
-    them, and for images and videos whose tokens are not as many as their features, or do not stand together."""
+    """The places of a row's images, and then of its videos. Raises ValueError for places that do not hold the
+    placeholder token, and for images and videos whose tokens are not adjacent, or not as many as their features."""
     video = getattr(config, "video_token_id", None)
     placed: list[PlacedMedia] = []
     for kind, token, places in (("image", image_token(config), inputs.places), ("video", video, inputs.video_places)):
@@ -93,8 +93,8 @@ def placed_images(config: PreTrainedConfig, tokens: Sequence[int], inputs: RowIn
 
 
 def _placed(kind: str, own: Sequence[int], *, apart: bool) -> PlacedMedia:
-    """Where the features of one image or video are that stand at the places `own`; with the token before each frame of
-    a video whose frames stand `apart`, for which vLLM looks."""
+    """The place of one image or video with features at the places `own`. For a video whose frames are `apart` it
+    includes the token before each frame, for which vLLM looks."""
     if apart:
         start = own[0] - 1
         return PlacedMedia(kind, start, own[-1] + 1 - start, tuple(i in {*own} for i in range(start, own[-1] + 1)))
@@ -120,8 +120,8 @@ def _counts(config: Any, inputs: RowInputs, kind: str = "image") -> list[int]:
 
 
 def _check_positions(model: Model, inputs: RowInputs, placed: Sequence[PlacedMedia]) -> None:
-    """Raises ValueError for a row whose tokens would have other positions in vLLM: the text after a video goes on
-    behind its last time there, and in transformers behind its longer side."""
+    """Raises ValueError for a row whose tokens would have other positions in vLLM: the text after a video continues
+    from its last time there, and in transformers from its longer side."""
     assert model.vision is not None
     config: Any = model.vision.config
     if config.model_type in APART or not len(inputs.video_places):
@@ -151,8 +151,8 @@ def _check_positions(model: Model, inputs: RowInputs, placed: Sequence[PlacedMed
 
 
 def weight_names(model: Model) -> Rename:
-    """How vLLM names a model's parameters: none for those of LLaVA's vision tower behind the layer that is read, which
-    vLLM does not have."""
+    """How vLLM names a model's parameters: not at all after the layer of LLaVA's vision tower that is read, since vLLM
+    lacks those layers."""
     config: Any = model.whole_config
     if model.vision is None or config.model_type != "llava":
         return dtensor_weight_loader(model.config.model_type)
@@ -170,8 +170,8 @@ def weight_names(model: Model) -> Rename:
 
 
 def probe_row(model: Model, words: Sequence[int], limit: int) -> tuple[list[int], RowInputs] | None:
-    """Tokens with an image of noise, and behind it a video where the model takes any, between the words; None where
-    they would be more than `limit`."""
+    """Words with an image of noise between them, and after it a video if the model takes any, as tokens; None if they
+    would be more than `limit`."""
     assert model.vision is not None
     config: Any = model.vision.config
     tower, generator = config.vision_config, Key(0).fold("image").generator()
@@ -181,7 +181,7 @@ def probe_row(model: Model, words: Sequence[int], limit: int) -> tuple[list[int]
         pixels = torch.randn(8 * side**2, size, generator=generator)
         grid = torch.tensor([[1, 2 * side, 4 * side]])
         tensors = {"pixel_values": pixels, "image_grid_thw": grid}
-        frames = 1 if config.model_type == "qwen2_5_vl" else 2  # there more may be as `_check_positions` refuses them
+        frames = 1 if config.model_type == "qwen2_5_vl" else 2  # with more, `_check_positions` may refuse it
         video = torch.tensor([[frames, 2 * side, 4 * side // frames]])
         tensors |= {"pixel_values_videos": pixels.flip(0), "video_grid_thw": video}
         start, end = config.vision_start_token_id, config.vision_end_token_id

@@ -1,4 +1,4 @@
-"""Extension of fppo inside vLLM: drawing tokens by keys, and taking in weights with proof. Imports vllm."""
+"""fppo's extension inside vLLM: it draws tokens by keys, and loads weights with digests as proof. Imports vllm."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Job(NamedTuple):
 
 
 class DrawnRow(NamedTuple):
-    """How the tokens of a row are drawn that came by itself."""
+    """How to draw a row of turns (`LocalHost.turn`), which is part of no rollout."""
 
     number: int
     seed: int  # of its key
@@ -73,14 +73,14 @@ class KeyedDraws(LogitsProcessor):
         self._live: dict[int, tuple[Any, Sequence[int]]] = {}  # by place in the batch: row, tokens so far
         self._job: Job | None = None
         self._steps: list[_Step] = []
-        self._turn: list[tuple[int, int, int, float, float]] = []  # of rows that came by themselves
+        self._turn: list[tuple[int, int, int, float, float]] = []  # draws of rows of turns
         self._columns = (np.empty(0), np.empty(0), np.empty(0))
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def begin(self, job: Job | None) -> None:
-        """Begin a rollout, or with no job rows that come by themselves, and forget earlier draws."""
+        """Begin a rollout, or turns (no job), and forget earlier draws."""
         self._turn = []
         if job is None:
             self._job = None
@@ -129,7 +129,7 @@ class KeyedDraws(LogitsProcessor):
         return logits
 
     def _drawn_apart(self, logits: Tensor) -> Tensor:
-        """Draws the tokens of rows that came by themselves, those of one kind of sampling together."""
+        """Draw for rows of turns, together for those with one kind of sampling."""
         kinds: dict[tuple[Any, ...], list[int]] = {}
         rows = {place: (DrawnRow(*row), len(tokens)) for place, (row, tokens) in sorted(self._live.items())}
         for place, (row, _) in rows.items():
@@ -194,11 +194,11 @@ class Extension:
     finish_weight_update: Any
 
     def fppo_begin(self, job: Job | None) -> None:
-        """Begin a rollout, or rows that come by themselves."""
+        """Begin a rollout, or turns (no job)."""
         self._draws().begin(job)
 
     def fppo_drawn(self) -> list[tuple[int, int, int, float, float]] | None:
-        """The draws of rows that came by themselves, since the last call."""
+        """The draws of rows of turns since the last call."""
         drawn = self._draws().drawn()
         return drawn if self.rank == 0 else None
 
@@ -208,8 +208,8 @@ class Extension:
         return [draws.take(row, length) for row, length in ended] if self.rank == 0 else None
 
     def fppo_names(self, sent: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
-        """The checkpoint names that each module of the model is loaded from, and among them those of the names
-        `sent`."""
+        """The checkpoint names from which each module of the model is loaded, and for each of the names `sent` the one
+        among them."""
         model = self.model_runner.get_model()
         mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
         rename = mapper and mapper.get_rename_mapper()
@@ -270,14 +270,14 @@ class Extension:
     ) -> dict[str, str]:
         """Hold an adapter, and no other, under a new number. Returns the digest of each factor as it came.
 
-        Raises ValueError for factors that vLLM would drop, since their modules cannot have any, and for others than
-        came.
+        Raises ValueError for factors that vLLM would drop, since their modules cannot have any, and if vLLM then holds
+        other factors.
         """
         manager: Any = self.model_runner.lora_manager._adapter_manager
         rename = getattr(manager.model, "hf_to_vllm_mapper", None)
         adapter = LoRAModel.from_lora_tensors(
             number,
-            {name: x.clone() for name, x in factors.items()},  # which vLLM scales where they are
+            {name: x.clone() for name, x in factors.items()},  # copies, since vLLM scales them in place
             PEFTHelper.from_dict(dict(config)),
             device="cpu",
             dtype=manager.lora_config.lora_dtype,
@@ -308,8 +308,8 @@ def _plain(name: str) -> str:
 
 
 def _repack_shared(model: Any, filled: Set[str]) -> None:
-    """Prepare the modules again that share their weight with a loaded one: vLLM prepares the loaded module alone, so
-    that on a CPU a head tied to the embedding would keep the packed weights of the load before."""
+    """Prepare modules that share their weight with a loaded one again: vLLM prepares the loaded module alone, so that
+    on a CPU a head tied to the embedding would keep the packed weights of the previous load."""
     holders: dict[int, list[tuple[bool, Any]]] = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)

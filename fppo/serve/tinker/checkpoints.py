@@ -1,10 +1,10 @@
-"""Checkpoints of runs under names of their users': saved, found, listed, published, deleted when their time is over.
+"""Checkpoints of runs under names that users give: saved, found, listed, published, deleted when they expire.
 
     ROOT/SESSION.NUMBER/KIND/NAME/meta.json      what the checkpoint is, and the folder of its data
     ROOT/SESSION.NUMBER/KIND/NAME/...            its data: safetensors and JSON alone
 
-Their addresses are tinker://RUN/KIND/NAME, where RUN is SESSION:train:NUMBER. A checkpoint is there once its meta.json
-is, which is written last, in one piece.
+Their addresses are tinker://RUN/KIND/NAME, where RUN is SESSION:train:NUMBER. A checkpoint exists once its meta.json
+does, which is written last, and atomically.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 @attrs.frozen(kw_only=True)
 class CheckpointMeta:
-    """The description of a checkpoint: its place, its owner, and what its weights are of."""
+    """The description of a checkpoint: its place, its owner, and the base, adapters and optimizer of its run."""
 
     run: str
     kind: Kind
@@ -81,7 +81,7 @@ def time_of(seconds: float) -> str:
 
 
 def folder_of(run: str) -> str:
-    """The name of a run's folder. Raises Refusal for what is no name of a run."""
+    """The name of a run's folder. Raises Refusal for a text that names no run."""
     match = _RUN.fullmatch(run)
     if match is None:
         raise Refusal(f"{printable(run, 80)!r} is no training run", status=404)
@@ -101,7 +101,7 @@ def address_of(path: str) -> tuple[str, Kind, str]:
 
 
 class CheckpointStore:
-    """The checkpoints below a folder, with `clock` for their times to live. Any thread may call."""
+    """The checkpoints below a folder, which expire by `clock`. Any thread may call."""
 
     def __init__(self, root: Path, clock: Callable[[], float]) -> None:
         self._root, self._clock = root, clock
@@ -114,7 +114,7 @@ class CheckpointStore:
         return self._root / folder_of(run) / kind / name
 
     def at(self, run: str, kind: Kind, name: str) -> CheckpointMeta | None:
-        """The checkpoint at a place; None if there is none, or its time is over."""
+        """The checkpoint at a place; None if there is none, or it has expired."""
         place = self.place(run, kind, name)
         try:
             meta = cattrs.structure(json_of((place / META).read_text("utf-8")), CheckpointMeta)
@@ -175,7 +175,7 @@ class CheckpointStore:
         shutil.rmtree(place, ignore_errors=True)
 
     def change(self, meta: CheckpointMeta, *, public: bool, expires: float | None) -> None:
-        """Publish a checkpoint or take it back, and set when its time is over."""
+        """Set whether a checkpoint is public, and when it expires."""
         self._write(attrs.evolve(meta, public=public, expires=expires))
 
     def _write(self, meta: CheckpointMeta) -> None:

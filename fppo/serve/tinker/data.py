@@ -37,7 +37,7 @@ class TargetedRows:
 
     tokens: Tensor  # [B, S] int64: prompts padded on the left, the rest on the right
     attention_mask: Tensor  # [B, S] bool
-    response_mask: Tensor  # [B, S - P] bool: the tokens behind a prompt, which ends before the first target that counts
+    response_mask: Tensor  # [B, S - P] bool: the tokens after a prompt, which ends before the first target that counts
     row_ids: Tensor  # [B] int64: the places of the data in the request
     targets: Tensor  # [B, S, K] int64
     graded: Tensor  # [B, S] bool: where a target's log-prob has a gradient
@@ -63,7 +63,7 @@ def rows_of(data: Sequence[Datum], loss: Loss, *, vocabulary: int, limit: int | 
     """Check data, and pad them to rows on a device. Inputs of a custom loss are no columns: it reads each datum's own.
 
     Raises ValueError, naming the datum, for wrong shapes and dtypes, more than `limit` tokens, tokens outside the
-    vocabulary, inputs that the loss misses or nobody knows, and numbers that the loss cannot take.
+    vocabulary, missing or unknown inputs, and numbers that the loss cannot take.
     """
     check_data(data, loss, vocabulary=vocabulary, limit=limit)
     most = max(_width(datum.targets) for datum in data)
@@ -151,7 +151,7 @@ def _wide(x: Tensor, most: int) -> Tensor:
 
 
 def _place(index: int, lengths: Sequence[int]) -> tuple[int, int]:
-    """The datum and the token of the flat index of a token of all data."""
+    """The number of a datum and the place of a token in it, for a flat index over the tokens of all data."""
     for number, length in enumerate(lengths):
         if index < length:
             return number, index

@@ -58,7 +58,7 @@ class TinkerBounds:
 
 @attrs.frozen
 class CreateVerb:
-    """A run's first request, which its description says."""
+    """A run's first request; the content is in the run's `RunInfo`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -92,7 +92,7 @@ class SaveVerb:
 
 @attrs.frozen(kw_only=True)
 class SnapshotVerb:
-    """Weights to sample from in a session of this number, fixed, or `inflight`: the run's newest such."""
+    """Weights for the sampling session number `session`: fixed ones or, if `inflight`, the run's newest."""
 
     session: int
     inflight: bool
@@ -100,7 +100,7 @@ class SnapshotVerb:
 
 @attrs.frozen(kw_only=True)
 class LoadVerb:
-    """Weights of a checkpoint to go on with, and its optimizer's state."""
+    """Weights of a checkpoint to continue from, and its optimizer's state."""
 
     path: str
     optimizer: bool
@@ -108,7 +108,7 @@ class LoadVerb:
 
 @attrs.frozen(kw_only=True)
 class RefusedVerb:
-    """A request that took its turn and is refused. One that was to add gradients leaves the step without them."""
+    """A refused request, which keeps its turn. If it `breaks`, gradients are missing, and the next step fails."""
 
     error: str
     breaks: bool = True
@@ -117,7 +117,7 @@ class RefusedVerb:
 
 @attrs.frozen
 class LaterVerb:
-    """A request of an earlier server, as it was noted. It is read when it is done: one at a time is in memory."""
+    """A request that an earlier server recorded. It is decoded in its turn: one at a time is in memory."""
 
     record: JournalRecord
 
@@ -168,7 +168,7 @@ def number_of(value: Any, name: str = "seq_id", *, low: int = 0) -> int:
 
 
 def pass_message(body: bytes) -> pb.ForwardBackwardRequest:
-    """The message of a pass. Raises Refusal for what is none."""
+    """The message of a pass. Raises Refusal for any other body."""
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -178,7 +178,7 @@ def pass_message(body: bytes) -> pb.ForwardBackwardRequest:
 
 
 def adds_gradients(kind: str, body: bytes) -> bool:
-    """Whether a request of a run is to add gradients: a pass that is not forward alone, or whose body is no pass's."""
+    """Whether a request of a run is to add gradients: a pass that is not forward alone, or does not decode."""
     if kind != "pass":
         return False
     try:
@@ -195,7 +195,7 @@ def pass_verb(
     limit: int,
     images: ImageReader | None = None,
 ) -> PassVerb:
-    """The pass of a message, for a model of so many tokens whose rows have at most `limit`. Raises Refusal."""
+    """The pass of a message, for a model with `vocabulary` tokens and rows of at most `limit`. Raises Refusal."""
     if not 0 < len(message.data) <= bounds.datums:
         raise refused("data", f"{len(message.data)} datums; give 1 to {bounds.datums}")
     config: dict[str, float | str] = dict(message.loss_fn_config)
@@ -259,13 +259,13 @@ def _check_sizes(message: pb.ForwardBackwardRequest, bounds: TinkerBounds, vocab
 
 
 def pixels_of(data: bytes) -> int:
-    """The pixels of an image, by the head of its file; 0 for what is no image."""
+    """The number of pixels of an image, by the head of its file; 0 if it is no image."""
     try:
         from PIL import Image
 
         with Image.open(io.BytesIO(data)) as image:
             return image.width * image.height
-    except Exception:  # what is wrong with it, or that pillow is not there, is said where it is read
+    except Exception:  # an error, or that pillow is missing, is reported where the image is read
         return 0
 
 
@@ -475,7 +475,7 @@ _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345
 
 
 def name_of(value: str) -> str:
-    """The name of a checkpoint, which is a file name of its own. Raises Refusal."""
+    """Check the name of a checkpoint, which must be a plain file name. Raises Refusal."""
     if not 0 < len(value) <= 128 or not _LETTERS.issuperset(value) or value.startswith("."):
         text = "give 1 to 128 letters, digits, dots, hyphens and underscores, the first of them no dot"
         raise refused("path", f"{printable(value, 60)!r} is no name of a checkpoint: {text}")

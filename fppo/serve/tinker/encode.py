@@ -17,7 +17,7 @@ from fppo.serve.tinker.futures import FailedRequest, Payload
 from fppo.serve.tinker.runs import PassOutputs
 from fppo.serve.tinker.samples import SampleWork
 
-EMPTY = -99999.0  # the log-prob of an entry that there is no token for
+EMPTY = -99999.0  # the log-prob of an entry without a token
 
 
 def json_payload(value: Mapping[str, Any]) -> Payload:
@@ -66,7 +66,7 @@ def _bytes(value: Tensor, dtype: Any) -> bytes:
 
 
 def sample_payload(finished: Sequence[FinishedRequest], work: SampleWork) -> Payload:
-    """The result of a request for samples of a prompt, which the first of them may have scored.
+    """The result of a request for samples of a prompt; the first sample may have scores of the prompt.
 
     Log-probs are the model's own, at a temperature of 1, as those of training passes are.
     """

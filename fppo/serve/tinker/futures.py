@@ -1,4 +1,4 @@
-"""Futures: the results of requests that other threads work on, under names that are functions of the requests."""
+"""Futures: the results of requests that other threads work on, by names that derive from the requests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Refusal(Exception):
 
     @property
     def outcome(self) -> FailedRequest:
-        """The result of a request that was taken before."""
+        """The refusal as the result of a request that was accepted before."""
         return FailedRequest(self.error, self.category)
 
 
@@ -70,7 +70,7 @@ class _Future:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """The place in the order in which outcomes are forgotten for others."""
+        """The sort key of the order in which outcomes are forgotten to make room."""
         return self.retrieved is None, self.opened if self.retrieved is None else self.retrieved
 
 
@@ -82,7 +82,7 @@ class PendingRequests(NamedTuple):
 
 
 class FutureState(NamedTuple):
-    """The state of a future that somebody may read."""
+    """The state of a future."""
 
     outcome: Outcome | None  # None: the request is being worked on, or waits
 
@@ -90,10 +90,9 @@ class FutureState(NamedTuple):
 class Futures:
     """The futures of a server; any thread may call.
 
-    An outcome is forgotten `read_seconds` after it was first read, and else `seconds` after it was set, both by
-    `clock`. An owner's outcomes take at most `most_bytes`; the newest is always held. For it those that were read are
-    forgotten before the others, in the order in which they were read or set. A name that was forgotten, or never was,
-    has no state.
+    An outcome is forgotten `read_seconds` after it was first read, or `seconds` after it was set, both by `clock`. An
+    owner's outcomes take at most `most_bytes`; the newest is always held. To make room, those that were read are
+    forgotten before the others, the earliest first. A forgotten or unknown name has no state.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class Futures:
         self._pending: dict[str, PendingRequests] = {}
 
     def open(self, name: str, owner: str, size: int = 0) -> bool:
-        """Begin a future of a request of so many bytes; False if there is one of this name already."""
+        """Begin a future of a request of `size` bytes; False if there is one of this name already."""
         with self._lock:
             if name in self._held:
                 return False
@@ -124,7 +123,7 @@ class Futures:
         self._pending[future.owner] = PendingRequests(count + sign, size + sign * future.size)
 
     def weigh(self, name: str, size: int) -> None:
-        """Count a request that waits as one of so many bytes, once these are known."""
+        """Set the size in bytes of a waiting request, once it is known."""
         with self._lock:
             future = self._held.get(name)
             if future is not None and future.outcome is None:
@@ -133,7 +132,7 @@ class Futures:
                 self._count(future, 1)
 
     def settle(self, name: str, outcome: Outcome) -> None:
-        """Set an outcome, once, and wake those who wait for it; a name that is not open is passed over."""
+        """Set an outcome, once, and wake those who wait for it; a name that is not open is ignored."""
         with self._lock:
             future = self._held.get(name)
             if future is None or future.outcome is not None:
@@ -149,7 +148,7 @@ class Futures:
                 loop.call_soon_threadsafe(event.set)
 
     def _make_room(self, newest: _Future) -> None:
-        """Forget an owner's outcomes, first those that were read, until the others may be held."""
+        """Forget an owner's outcomes, those that were read first, until the rest fits."""
         own = [each for each in self._held.items() if each[1].owner == newest.owner and each[1].held]
         own.sort(key=lambda each: each[1].order)
         for name, future in own:
@@ -170,7 +169,7 @@ class Futures:
             return None if future is None or future.owner != owner else FutureState(future.outcome)
 
     async def wait(self, name: str, owner: str, seconds: float) -> FutureState | None:
-        """The state of a future once it has an outcome, or after so many seconds."""
+        """The state of a future once it has an outcome, or after `seconds`."""
         with self._lock:
             future = self._held.get(name)
             if future is None or future.owner != owner:
@@ -240,7 +239,7 @@ class Completion(NamedTuple):
 class Completions:
     """The ends of requests by target, in their order; one event loop calls.
 
-    Cursors begin at `first`, which a later server must not go below: a client may hold an earlier server's cursor.
+    Cursors begin at `first`. A later server must not begin lower, since a client may hold an earlier server's cursor.
     """
 
     def __init__(self, first: int, *, most: int = 1 << 16) -> None:
@@ -258,8 +257,8 @@ class Completions:
             event.set()
 
     async def after(self, target: tuple[str, int], cursor: int, seconds: float) -> tuple[list[Completion], int]:
-        """The ends behind a cursor, and the cursor behind them; waits up to so many seconds for one. Those up to the
-        cursor are forgotten."""
+        """The ends after a cursor, and the cursor after them; wait up to `seconds` for one. Ends up to the cursor are
+        forgotten."""
         found = self._behind(target, cursor)
         if not found and seconds > 0:
             event = self._changed.setdefault(target, asyncio.Event())

@@ -2,7 +2,7 @@
 
 The data is what the protocol's `CustomLossGraph` holds: nodes in order, each an operation by name with encoded
 arguments (`{"ref": name}` for a node, `{"tuple": [...]}`, `{"slice": [...]}`, `{"float": "inf"}` and so on). Nothing in
-it is looked up in a module: a name stands in `operations`, or the graph is refused before it runs. There are no
+it is looked up in a module: a name is listed in `operations`, or the graph is refused before it runs. There are no
 attributes but shapes and dtypes, no writing, no numbers out of tensors, and bounds on nodes, arguments and elements.
 """
 

@@ -1,4 +1,4 @@
-"""The guard before the protocol's routes: keys, bounds of bodies, and compressed bodies written out."""
+"""The guard before the protocol's routes: it checks keys, bounds bodies, and decompresses them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KeyGuard:
         self._owners = {key.encode(): owner_of(key) for key in keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A request, or what else a server tells its application."""
+        """Handle a request, or any other event of the server."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
             return
@@ -61,7 +61,7 @@ class KeyGuard:
         await self._app(scope, Body(body=whole, receive=receive), send)
 
     def _owner(self, scope: Scope) -> str:
-        """Whose request it is. Raises Refusal."""
+        """The owner of a request, by its key. Raises Refusal."""
         given = [value for name, value in scope["headers"] if name == b"x-api-key"]
         found = None
         for key, owner in self._owners.items():  # all of them, so that the time tells nothing
@@ -79,7 +79,7 @@ def refusal_response(error: Refusal) -> JSONResponse:
 
 
 def decompressed(body: bytes, encoding: str, most: int) -> bytes:
-    """A body as it was before it was compressed, of at most so many bytes. Raises Refusal."""
+    """Decompress a body to at most `most` bytes. Raises Refusal."""
     if encoding in ("", "identity"):
         return body
     if encoding != "zstd":

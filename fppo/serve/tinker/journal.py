@@ -1,7 +1,7 @@
-"""Logs that survive a kill: records are on disk before anybody is answered, and a torn end is cut off.
+"""Logs that survive a kill: a record is on disk before its request is answered, and a torn end is cut off.
 
 A file is a sequence of records. Each has a head with its number, its kind, the length of its body and a checksum. A
-kill, or a loss of power, can tear the last record alone, whose request nobody has been answered.
+kill, or a loss of power, can only tear the last record, whose request has not been answered yet.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _sum(number: int, kind: bytes, body: bytes) -> int:
 def records_of(data: bytes) -> tuple[list[JournalRecord], int]:
     """The whole records at the beginning of a log's bytes, and the number of bytes that they take.
 
-    Raises JournalError for a record that is damaged with something behind it.
+    Raises JournalError for a damaged record with more bytes after it.
     """
     view, found, place = memoryview(data), list[JournalRecord](), 0
     while place < len(data):
@@ -141,13 +141,13 @@ class Journal:
             try:
                 _write(self._file, data)
                 os.fsync(self._file.fileno())
-            except OSError:  # the disk is full: what was written of it must not stand before others
+            except OSError:  # the disk is full: a part of a record must not come before others
                 os.ftruncate(self._file.fileno(), self._size)
                 raise
             self._size += len(data)
 
     def compact(self, keep: Callable[[JournalRecord], bool]) -> None:
-        """Drop the records that are not to be kept, at once for whoever reads the log after a crash."""
+        """Drop the records that are not to be kept, atomically: a crash leaves the old log or the new one."""
         with self._lock:
             kept = [record for record in read(self._path) if keep(record)]
             written_whole(self._path, iter(kept))

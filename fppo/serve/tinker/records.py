@@ -1,4 +1,4 @@
-"""Records of samples, for losses whose numbers are those of sampling: datums name the samples that they come from."""
+"""Records of samples, for losses that need log-probs of sampling: datums name the samples that they come from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fppo.serve.tinker.futures import Refusal
 from fppo.serve.tinker.provenance import SampledRecord, TargetRun, with_records
 from fppo.serve.tinker.samples import SampleWork
 
-_RECORD = 128  # tokens that a record counts as beside its own: its tensors take as much memory
+_RECORD = 128  # tokens that a record counts for the memory of its tensors, beside its own tokens
 
 
 class SampleRecords:
@@ -32,7 +32,7 @@ class SampleRecords:
         self._held: OrderedDict[str, SampledRecord] = OrderedDict()
 
     def add(self, work: SampleWork, finished: Sequence[FinishedRequest]) -> None:
-        """Hold what was drawn for a prompt."""
+        """Record the samples of a prompt."""
         prompt = torch.tensor(work.ids)
         with self._lock:
             for each in finished:
@@ -44,9 +44,11 @@ class SampleRecords:
                 self._size -= _size(old)
 
     def resolve(self, message: pb.ForwardBackwardRequest, session: str, bounds: TinkerBounds) -> None:
-        """Write what is recorded of the samples of a session, which datums name, into the datums themselves.
+        """Write the recorded log-probs of the samples that datums name into the datums; the samples must be of the
+        session.
 
-        Raises Refusal."""
+        Raises Refusal.
+        """
         for place, datum in enumerate(message.data):
             if not datum.loss_fn_input_spans:
                 if "sampled" in datum.loss_fn_inputs:

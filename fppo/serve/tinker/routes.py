@@ -54,7 +54,7 @@ class ClientFlags:
 
 
 def tinker_app(service: TinkerService, *, keys: Sequence[str], flags: ClientFlags | None = None) -> App:
-    """The application of the protocol: whoever gives none of the keys gets an error, and nothing else. Raises
+    """The application of the protocol. A request with none of the keys gets an error, and nothing else. Raises
     ValueError for no keys, and for empty ones."""
     app, plain = FastAPI(openapi_url=None, docs_url=None, redoc_url=None), _plain_router(service)
     app.include_router(plain)
@@ -144,7 +144,7 @@ def _run_router(service: TinkerService) -> APIRouter:
     router = APIRouter()
 
     async def taken(request: Request, kind: str) -> JSONResponse:
-        """A request of a run in JSON, taken in."""
+        """Accept a run's request in JSON."""
         body = await request.body()
         fields = decode.object_of(body)
         run = str(fields.get("model_id"))

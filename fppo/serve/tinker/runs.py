@@ -38,7 +38,7 @@ from fppo_kernels.table import Kernels
 
 PASS_TOKENS = 16384  # of a forward and backward pass, as in `fppo train`
 F32 = torch.float32  # the dtype of what is trained, unless the base is wider
-_ATTENTION = ("attn", "attention", "mixer")  # parts of the paths of what mixes tokens
+_ATTENTION = ("attn", "attention", "mixer")  # parts of the paths of weights that mix tokens
 
 
 @attrs.frozen(eq=False)
@@ -294,5 +294,5 @@ def _shape(shapes: Mapping[str, torch.Size], name: str) -> str:
 
 def sampling_params(run: TrainingRun) -> tuple[Model, Params]:
     """The model and the parameters that an engine decodes with: an adapter's factors, whose base the model holds, or
-    all weights. They are the run's own, and stay as they are when it goes on."""
+    all weights. They are the run's own, and do not change when it continues."""
     return run.model, run.state.params

@@ -1,4 +1,4 @@
-"""Requests for samples: their prompts, how they are drawn, and what is to be scored beside, as values."""
+"""Requests for samples: their prompts, how they are drawn, and what else to score, as values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fppo.serve.tinker.decode import (
 
 @attrs.frozen(kw_only=True, eq=False)
 class SampleRules:
-    """The parts of sampling that a base has: its texts, the tokens that end an answer, the most tokens of a row."""
+    """A base's part of sampling: its texts, the tokens that end an answer, the most tokens of a row."""
 
     texts: Texts
     stop_token_ids: tuple[int, ...]
@@ -44,7 +44,8 @@ class SampleRules:
 class SampleWork:
     """Samples of a prompt: a row of the engine each, whose draws depend on the key and the row's number alone.
 
-    The first row scores the prompt. `sparse` are the row pointers and the columns of targets that came so.
+    The first row scores the prompt. `sparse` are the row pointers and the columns of targets that came as a sparse
+    matrix.
     """
 
     ids: tuple[int, ...]
@@ -54,7 +55,7 @@ class SampleWork:
     key: Key
     scores: Scores  # of the first row
     top: int  # likeliest tokens to report of each draw
-    record: bool  # whether what is drawn is to be held for a loss that needs it
+    record: bool  # whether to record the draws, for a loss that needs them
     sparse: tuple[Sequence[int], Sequence[int]] | None = None
 
     def requests(self, name: str, *, adapter: str | None, owner: str) -> list[Request]:
@@ -174,7 +175,7 @@ def _stops(
 def _scores(
     request: types.SampleRequest, length: int, sampling: Sampling, bounds: TinkerBounds, vocabulary: int
 ) -> Scores:
-    """The log-probs to be reported. At other temperatures than 1 draws are scored, too: theirs are the model's own."""
+    """The log-probs to report. They are the model's own, so at temperatures other than 1 draws are scored, too."""
     top, k = request.topk_prompt_logprobs, request.prompt_alt_tokens_k
     for name, width in (("topk_prompt_logprobs", top), ("prompt_alt_tokens_k", k)):
         if not 0 <= width * length <= bounds.scored:
@@ -199,7 +200,7 @@ def _scores(
 
 
 def targets_of(request: types.SampleRequest, length: int, bounds: TinkerBounds) -> Tensor | None:
-    """The targets of a prompt of so many tokens [P - 1, K] int64, -1 for none. Raises Refusal."""
+    """The targets [P - 1, K] int64 of a prompt of `length` tokens, -1 for none. Raises Refusal."""
     given, name = request.target_prompt_logprobs, "target_prompt_logprobs"
     if given is None:
         return None

@@ -1,7 +1,7 @@
 """Sampling for the tinker protocol: samples are drawn by the engines that hold their weights.
 
-Adapters of one base are drawn side by side by the base's engine, as far as that can. Other weights have an engine each,
-which is opened when they are first sampled from, and closed for others once nothing is open.
+Adapters of one base run side by side in the base's engine, if they can. Other weights have an engine each, which is
+opened when they are first sampled from, and closed to make room for others once it is idle.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Recorded = Callable[[SampleWork, Sequence[FinishedRequest]], None]  # by the nam
 
 @attrs.define(eq=False)
 class _OpenEngine:
-    """An open engine, with the adapters that it has, by their versions, and how many requests of each are open."""
+    """An open engine, with the versions of its adapters, and the number of open requests of each."""
 
     loop: EngineLoop
-    closes: bool  # once other weights want its place
+    closes: bool  # to make room for other weights
     adapters: OrderedDict[str, int] = attrs.field(factory=OrderedDict)
     open: dict[str | None, int] = attrs.field(factory=dict)
 
@@ -54,7 +54,8 @@ class _Open:
 class SamplerEngines:
     """The engines of a server's bases and of weights trained over them. One event loop calls.
 
-    `loops` are the bases', open. Of other weights at most `most` engines are open, and `most_adapters` over each base.
+    `loops` are the bases' open ones. At most `most` engines of other weights are kept open, and at most `most_adapters`
+    adapters over each base, besides those in use.
     """
 
     def __init__(
@@ -69,15 +70,16 @@ class SamplerEngines:
         self._engines, self._most, self._most_adapters = engines, most, most_adapters
         self._own: OrderedDict[str, _OpenEngine] = OrderedDict()
         self._alone: set[str] = set()  # weights that do not run beside others
-        self._lock = asyncio.Lock()  # of engines being opened, and adapters being given to them
+        self._lock = asyncio.Lock()  # held while an engine is opened, or gets an adapter
         self._open: dict[str, _Open] = {}
 
     async def sample(
         self, name: str, work: SampleWork, weights: SampledWeights | str, *, owner: str, record: Recorded
     ) -> Outcome:
-        """Samples by some weights, or by a base of this name. Errors are outcomes.
+        """Draw samples from some weights, or from the base of this name. Errors are outcomes.
 
-        Places are dealt in turn among owners. Work that is to be recorded is given to `record` with its draws."""
+        Places go to owners in turn. Work that is to be recorded is given to `record` with its draws.
+        """
         try:
             engine, adapter = await self._engine_of(weights)
             requests = work.requests(name, adapter=adapter, owner=owner)
@@ -134,7 +136,7 @@ class SamplerEngines:
         return receive
 
     async def _engine_of(self, weights: SampledWeights | str) -> tuple[_OpenEngine, str | None]:
-        """The engine of some weights, and the name by which it has them, None for its own."""
+        """The engine for some weights, and the name of its adapter; None if they are the engine's own weights."""
         if isinstance(weights, str):
             return self._bases[weights], None
         async with self._lock:
@@ -146,7 +148,7 @@ class SamplerEngines:
             return await self._alone_engine(weights), None
 
     async def _beside(self, engine: _OpenEngine, weights: SampledWeights) -> bool:
-        """Have a base's engine hold an adapter; False where it cannot run beside others."""
+        """Have a base's engine hold an adapter; False if it cannot run beside others."""
         if engine.adapters.get(weights.name) != weights.version:
             adapter = Adapter.of(weights.model, weights.params)
             try:
@@ -162,7 +164,7 @@ class SamplerEngines:
 
     @staticmethod
     async def _drop(engine: _OpenEngine, name: str) -> None:
-        """Have an engine forget an adapter by which nothing is being drawn."""
+        """Have an engine forget an idle adapter."""
         del engine.adapters[name]
         engine.open.pop(name, None)
         await asyncio.wrap_future(engine.loop.drop(name))
@@ -184,7 +186,7 @@ class SamplerEngines:
         return held
 
     async def forget(self, names: Sequence[str]) -> None:
-        """Let go of weights that nobody samples from any more; of those that somebody does, later, for others."""
+        """Let go of weights that are not sampled from any more. Those that still are make room for others later."""
         async with self._lock:
             for name in names:
                 self._alone.discard(name)
@@ -196,7 +198,7 @@ class SamplerEngines:
                             await self._drop(engine, name)
 
     def close(self) -> None:
-        """Close the engines of weights that are no base's."""
+        """Close the engines of all weights but the bases'."""
         for held in self._own.values():
             with contextlib.suppress(RuntimeError):
                 held.loop.stop()

@@ -1,4 +1,4 @@
-"""The service behind the tinker protocol's routes: sessions, runs, samplers, and the results of what they are sent.
+"""The service behind the tinker protocol's routes: sessions, runs, samplers, and the results of requests.
 
 Everything that a client may come back for is on disk before it is answered: see `training` for runs, `sessions` for the
 rest. Samples alone are not: a client whose sample was lost with the server is told so, and sends it again.
@@ -56,7 +56,7 @@ class ServedBase:
 
 
 class TinkerService:
-    """The state of a server, below a folder, and what is done with it. One event loop calls, unless said otherwise.
+    """The state of a server, in a folder, and the operations on it. One event loop calls, unless said otherwise.
 
     Raises OSError for a folder that another server has, or that cannot be written to.
     """
@@ -103,7 +103,8 @@ class TinkerService:
         self._again: dict[str, int] = {}  # by run, the last request that an earlier server took in and did not save
 
     def start(self, loops: Mapping[str, EngineLoop]) -> None:
-        """Begin, with what an earlier server of the folder left to do; `loops` are the engines of the bases."""
+        """Begin, with the requests that an earlier server of the folder left open; `loops` are the engines of the
+        bases."""
         self.stores.restore()
         for name, number, todo in self.runs.restore():
             self.worker.add_run(name, number)
@@ -168,7 +169,7 @@ class TinkerService:
         return weights
 
     async def _let_go(self, ended: Mapping[str, Sequence[str]]) -> None:
-        """Forget what was held for the samplers of sessions that have ended, whose weights have these names."""
+        """Forget the samplers of sessions that have ended, and their weights of these names."""
         for session, weights in ended.items():
             for sampler in self.registry.samplers_of(session):
                 self.completions.drop(sampler.name)
@@ -238,10 +239,10 @@ class TinkerService:
         return first
 
     async def accept(self, owner: str, run: str, number: int, kind: str, body: bytes) -> str:
-        """Take a request of a run in; returns its name once it is noted for good.
+        """Accept a request of a run; returns its name once it is on disk.
 
-        One that is refused takes its turn nevertheless, so that those behind it do not wait for it: its result is the
-        error. A number that came before is the same request again.
+        A refused request takes its turn all the same, with the error as its result, so that later ones do not wait for
+        it. A number that came before is the same request again.
         """
         info = self.runs.info(run, owner)
         self.registry.session(info.session, owner)
@@ -275,7 +276,8 @@ class TinkerService:
         return name
 
     def _check_room(self, owner: str) -> None:
-        """Raises Refusal where too much of an owner's waits: its client sends the request again."""
+        """Raises Refusal, with status 429, if too many of an owner's requests wait: its client sends the request
+        again."""
         count, size = self.futures.pending(owner)
         if count > self.bounds.open_requests or size > self.bounds.open_bytes:
             text = f"{count} requests of {size:,} bytes wait; at most {self.bounds.open_requests} may"
@@ -285,11 +287,11 @@ class TinkerService:
             self._sweeping = asyncio.create_task(self.sweep())
 
     async def sweep(self) -> None:
-        """Forget what is old: results, and sessions that nobody has been heard of."""
+        """Forget old results, and end sessions whose client has been silent."""
         await self._let_go(await asyncio.to_thread(self._swept_sessions))
 
     def _swept_sessions(self) -> dict[str, list[str]]:
-        """Forget what is old; returns the sessions that ended, with their weights. Any thread may call."""
+        """Sweep; returns the sessions that ended, with the names of their weights. Any thread may call."""
         self.futures.sweep()
         silent = self.registry.silent(_SILENT)
         ended = {each.name: self._finish(each.name, each.owner, "interrupted") for each in silent}
@@ -302,9 +304,10 @@ class TinkerService:
         return self._locks.setdefault(run, asyncio.Lock())
 
     def _taken(self, info: RunInfo, kind: str, body: bytes) -> tuple[RunVerb, bytes]:
-        """The verb of a request's body, and the body that says the same for good, without what will be forgotten.
+        """The verb of a request's body, and the body to keep: recorded samples, which expire, are written into it.
 
-        Raises Refusal. Any thread may call."""
+        Raises Refusal. Any thread may call.
+        """
         if kind == "pass":
             message = decode.pass_message(body)
             if message.loss_fn == "stable_reinforce":
@@ -402,8 +405,8 @@ class TinkerService:
         return name
 
     def sampler(self, name: str, owner: str) -> Sampler:
-        """A sampling session of the owner's. Raises Refusal; with status 503, at which clients ask again, while what an
-        earlier server had done for its run is done again: that may make the session, or its weights."""
+        """A sampling session of the owner's. Raises Refusal; with status 503, so that clients ask again, while requests
+        of an earlier server are done again that may make the session or its weights."""
         try:
             sampler = self.registry.sampler(name, owner)
         except Refusal:

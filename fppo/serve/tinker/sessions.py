@@ -27,7 +27,7 @@ def owner_of(key: str) -> str:
 
 @attrs.frozen(kw_only=True)
 class ClientSession:
-    """A session of a client: whose it is, and what the client says of it."""
+    """A session of a client: its owner, and the client's description of it."""
 
     name: str
     owner: str
@@ -113,7 +113,7 @@ class Registry:
         return session is None or session.finished is not None
 
     def silent(self, seconds: float) -> list[ClientSession]:
-        """The sessions that have not ended and that nobody has been heard of for so many seconds."""
+        """Open sessions whose client has been silent for `seconds`."""
         with self._lock:
             now = self._clock()
             left = [each for each in self._sessions.values() if each.finished is None]
@@ -128,7 +128,7 @@ class Registry:
         return True
 
     def add_sampler(self, sampler: Sampler, *, keep: bool = True) -> None:
-        """Begin a sampling session; `keep` has the next server know it, too."""
+        """Begin a sampling session; with `keep` the next server knows it, too."""
         if keep:
             self._append("sampler", sampler)
         else:

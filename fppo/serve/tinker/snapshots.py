@@ -1,7 +1,7 @@
-"""Weights to sample from that have no name of a user's: snapshots of runs, in memory, and on disk where that is due.
+"""Snapshots of runs to sample from, which have no name that a user gave: in memory, and on disk if need be.
 
 ROOT/SESSION.KIND.NUMBER/weights.safetensors      the trained weights
-ROOT/SESSION.KIND.NUMBER/snapshot.json            whose they are, written last
+ROOT/SESSION.KIND.NUMBER/snapshot.json            their description, written last
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Snapshots:
             return [name for name in self._held if name.startswith(f"{session}:")]
 
     def _spill(self) -> None:
-        """Leave all but those used last to the disk."""
+        """Move all but the most recently used to disk."""
         in_memory = [held for held in self._held.values() if held.weights is not None]
         for held in in_memory[: -self._most]:
             self._store(held)
@@ -176,6 +176,6 @@ def write_params(params: Params, path: Path) -> None:
 
 
 def read_params(path: Path) -> Params:
-    """Parameters of a file, in memory of their own: a file's layout aligns them otherwise, and kernels then round
-    otherwise."""
+    """Read parameters into memory of their own: in the file's memory they are aligned differently, and kernels then
+    round differently."""
     return {name: x.clone() for name, x in safetensors.torch.load_file(path).items()}

@@ -1,4 +1,4 @@
-"""The places that the weights of runs go to and come from: checkpoints, snapshots, and files for other programs."""
+"""Where the weights of runs are stored: checkpoints, snapshots, and files for other programs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class WeightStores:
         try:
             self._write(run, verb, data, number)
             return self._checkpoints.commit(meta).path
-        except Exception:  # a full disk: what is answered as failed is not to be found later, and frees its room
+        except Exception:  # a full disk: a save that failed must not be found later, nor take space
             held = self._checkpoints.at(info.name, verb.kind, verb.name)
             if held is not None and held.number == number:  # all but the last flush was done
                 return held.path
@@ -105,8 +105,8 @@ class WeightStores:
             self._export(run, data)
 
     def _export(self, run: TrainingRun, data: Path) -> None:
-        """Write a PEFT adapter as other programs read it, or a whole model: of full training, and of an adapter that
-        PEFT's files cannot hold, as that of tied embeddings."""
+        """Write files for other programs: a PEFT adapter, or a whole model after full training, and for an adapter that
+        PEFT's files cannot hold (of tied embeddings)."""
         model, params = runs.sampling_params(run)
         base, place = run.base, data / "files"
         if run.adapters.rank and lora_files.obstacle(model) is None:

@@ -1,9 +1,9 @@
-"""The training runs of a server: their values in memory, their states and journals on disk, and the verbs done on them.
+"""The training runs of a server: their values in memory, their states and journals on disk, and the requests on them.
 
     ROOT/SESSION.NUMBER/run.json          the run: its base, adapters, optimizer, owner
-    ROOT/SESSION.NUMBER/journal.log       the requests behind its newest state
+    ROOT/SESSION.NUMBER/journal.log       the requests after its newest state
     ROOT/SESSION.NUMBER/results-N.log     the results of requests up to N that somebody may still read
-    ROOT/SESSION.NUMBER/states/           its state behind request N
+    ROOT/SESSION.NUMBER/states/           its state after request N
 
 A run is restored when there is something to do, so that a server with many old runs starts at once.
 """
@@ -47,7 +47,7 @@ from fppo.serve.tinker.work import request_name
 
 INFO, JOURNAL, STATES, DOING = "run.json", "journal.log", "states", "doing"
 REFUSED = "refused"  # the kind of record of a request that is not to be done
-_TRIES = 2  # times that a server may end under a request: a kill may come at any moment
+_TRIES = 2  # servers that may end during a request before it is refused: a kill may come at any moment
 _SAVED = {  # results' types by kinds of checkpoints
     "weights": "save_weights",
     "sampler_weights": "save_weights_for_sampler",
@@ -71,7 +71,7 @@ class RunInfo:
     metadata: Mapping[str, str] | None = None
     loaded: str | None = None  # the checkpoint that it begins with
     with_optimizer: bool = False
-    ended: bool = False  # its session has: nothing more is done for it
+    ended: bool = False  # its session has ended: nothing more is done for it
 
 
 @attrs.define(eq=False)
@@ -85,17 +85,17 @@ class HeldRun:
     saved: int = -1  # likewise, of the newest state on disk
     value: TrainingRun | None = None
     broken: str | None = None  # why the gradients of this step are not to be used
-    cost: float = 0.0  # seconds of work behind the saved state
+    cost: float = 0.0  # seconds of work since the saved state
     saving: float = 0.0  # seconds that the last saving took
-    due: bool = False  # whether its state must be saved: what it came from may be deleted
+    due: bool = False  # whether its state must be saved: the checkpoint that it came from may be deleted
     last: float = 0.0  # when a request came
     numbers: list[int] = attrs.field(factory=list)  # of results that may be held
-    tried: tuple[int, int] = -1, 0  # the first request that no server has done, and how often one ended under it
+    tried: tuple[int, int] = -1, 0  # the first request that no server has done, and how many servers ended during it
     lock: threading.Lock = attrs.field(factory=threading.Lock)  # of the numbers
 
 
 class RunStores(Protocol):
-    """The places that a run's weights go to and come from."""
+    """Protocol of the stores of runs' weights."""
 
     def save(self, run: TrainingRun, info: RunInfo, verb: SaveVerb, number: int) -> str: ...
 
@@ -129,7 +129,7 @@ class TrainingRuns:
         root.mkdir(parents=True, exist_ok=True)
 
     def restore(self) -> Iterator[tuple[str, int, dict[int, RunVerb]]]:
-        """The runs of an earlier server: their names, the numbers of what is to be done next, and what waits."""
+        """Yield the runs of an earlier server: name, number of the next request, and the requests that wait."""
         for place in sorted(self._root.iterdir()):
             if (place / INFO).exists():
                 yield self._restore_one(place)
@@ -160,7 +160,7 @@ class TrainingRuns:
         return info.name, held.done + 1, todo
 
     def _refuse_killer(self, held: HeldRun, todo: dict[int, RunVerb]) -> None:
-        """Refuse, for good, the request under which servers have ended so often that it must be what ends them."""
+        """Refuse, for good, a request during which servers have ended so often that it must be the cause."""
         number, tries = held.tried = _tried(held.place)
         if number not in todo or tries < _TRIES or isinstance(todo[number], RefusedVerb):
             return
@@ -172,12 +172,12 @@ class TrainingRuns:
 
     @staticmethod
     def _note(held: HeldRun, number: int, verb: RefusedVerb) -> None:
-        """Note, for good, that a request is refused, so that the next server does not do it either."""
+        """Record on disk that a request is refused, so that the next server does not do it either."""
         body = json.dumps(cattrs.unstructure(verb)).encode()
         held.journal.append(JournalRecord(number, REFUSED, body))
 
     def create(self, info: RunInfo) -> None:
-        """Note a new run, for good."""
+        """Record a new run on disk."""
         place = self._root / folder_of(info.name)
         place.mkdir(parents=True, exist_ok=True)
         journal = Journal(place / JOURNAL)
@@ -186,7 +186,7 @@ class TrainingRuns:
             self._held[info.name] = HeldRun(info, place, journal, last=self._clock(), numbers=[0])
 
     def accept(self, run: str, record: JournalRecord) -> None:
-        """Note a request, for good."""
+        """Record a request on disk."""
         held = self._held[run]
         held.journal.append(record)
         held.last = self._clock()
@@ -220,8 +220,8 @@ class TrainingRuns:
         return self._held[run].value
 
     def do(self, run: str, number: int, verb: RunVerb) -> Outcome:
-        """Do a request. Errors are outcomes, which are noted for good: the next server gives the same, whatever it
-        could do. Raises OSError where that cannot be noted: then the request has no outcome."""
+        """Do a request. Errors are outcomes, and are recorded on disk, so that the next server gives the same. Raises
+        OSError if that fails; then the request has no outcome."""
         held = self._held[run]
         first, tries = held.tried
         if number >= first:  # one that is done again is not what ends servers
@@ -254,13 +254,13 @@ class TrainingRuns:
         if due and held.value is not None and held.value.grads is None and held.broken is None:
             try:
                 self.save(run)
-            except Exception as error:  # a full disk, in each library's own form; the journal has everything: later
+            except Exception as error:  # a full disk, as each library reports it; the journal has everything: later
                 text = f"{run}: its state was not saved: {words_of(error, 500)}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
                 held.cost = 0.0
 
     def give_up(self, run: str, numbers: Sequence[int], error: str) -> None:
-        """Note that requests are not to be done."""
+        """Record on disk that requests are not to be done."""
         for number in numbers:
             self._note(self._held[run], number, RefusedVerb(error=error))
 
@@ -285,7 +285,7 @@ class TrainingRuns:
         held.saved, held.cost, held.saving, held.due = number, 0.0, self._clock() - start, False
 
     def release(self, run: str) -> None:
-        """Let go of a run of a session that has ended and that has nothing to do; its checkpoints stay."""
+        """Let go of an idle run whose session has ended; its checkpoints stay."""
         held = self._held[run]
         held.value, held.info = None, attrs.evolve(held.info, ended=True)
         write_whole(held.place / INFO, json.dumps(cattrs.unstructure(held.info), indent=1).encode())
@@ -298,7 +298,7 @@ class TrainingRuns:
             return [name for name, held in self._held.items() if held.value is not None]
 
     def any_info(self, run: str) -> RunInfo:
-        """The description of a run, whoever's it is."""
+        """The description of a run of any owner."""
         return self._held[run].info
 
     def close(self) -> None:
@@ -359,7 +359,7 @@ class TrainingRuns:
         return json_payload({"path": info.loaded, "model_id": info.name, "type": "load_weights"})
 
     def _value(self, held: HeldRun) -> TrainingRun:
-        """The run, restored from its saved state if it is on disk alone. Raises ValueError for one that is nowhere."""
+        """The run, restored from its saved state if it is on disk alone. Raises ValueError if it was never created."""
         if held.value is None:
             if held.saved < 0:
                 raise ValueError("the run was not created: its first request failed")
@@ -376,7 +376,7 @@ class TrainingRuns:
 
 
 def _later(record: JournalRecord) -> RunVerb:
-    """The verb of a noted request: its refusal, or what is read when it is done."""
+    """The verb of a recorded request: its refusal, or a `LaterVerb`."""
     if record.kind == REFUSED:
         return cattrs.structure(json_of(record.body), RefusedVerb)
     return LaterVerb(record)
@@ -392,14 +392,14 @@ def _failed(error: Exception) -> FailedRequest:
 
 
 def _try(held: HeldRun, number: int, tries: int) -> None:
-    """Note that a request is tried for so many times, and that all before it have been done."""
+    """Record how many times a request has been tried, and that all before it have been done."""
     held.tried = number, tries
     with contextlib.suppress(OSError):  # a full disk: the request is to be done all the same
         (held.place / DOING).write_text(f"{number} {tries}", "ascii")
 
 
 def _tried(place: Path) -> tuple[int, int]:
-    """The first request that no server has done, and how often one ended under it; -1 where that is not known."""
+    """The first request that no server has done, and how many servers ended during it; -1 if that is not known."""
     try:
         number, tries = (place / DOING).read_text("ascii").split()
         return int(number), int(tries)

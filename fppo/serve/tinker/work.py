@@ -1,7 +1,7 @@
-"""The worker of training runs: a thread that does their requests, each run's in order, and no run before another.
+"""The worker of training runs: a thread that does their requests, each run's in order, and runs in fair turns.
 
-A run's state is what its journal makes of it: its last saved state, and the requests behind that, done again. So a
-request whose arrival was answered is done, whatever happens to the server.
+A run's state is its last saved state, with the later requests in its journal done again. So a request whose arrival was
+answered is done, whatever happens to the server.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class RunQueue:
     name: str
     next: int
     todo: dict[int, RunVerb] = attrs.field(factory=dict)
-    used: float = 0.0  # seconds of the worker, as far as fairness goes
+    used: float = 0.0  # seconds of the worker, by which runs have their turns
     waits: float | None = None  # since when a number is missing
     busy: bool = False
 
 
 class RunActions(Protocol):
-    """The doing of requests, and what is done in between."""
+    """Protocol of actions on the requests of runs."""
 
     def do(self, run: str, number: int, verb: RunVerb) -> Outcome: ...
 
@@ -42,7 +42,7 @@ class RunActions(Protocol):
         ...
 
     def give_up(self, run: str, numbers: Sequence[int], error: str) -> None:
-        """Note, for good, that these requests are not to be done."""
+        """Record on disk that these requests are not to be done."""
         ...
 
 
@@ -52,9 +52,9 @@ def request_name(run: str, number: int) -> str:
 
 
 class Worker:
-    """The thread that works. Of the runs with something to do, the one that has had the least of it is next.
+    """The thread that works. Of the runs with something to do, the one that has had the least time is next.
 
-    A run whose next number is missing waits `gap_seconds` for it; then what waits behind it fails. Gaps are looked for
+    A run whose next number is missing waits `gap_seconds` for it; then its waiting requests fail. Gaps are looked for
     every `look_seconds`.
     """
 
@@ -73,7 +73,7 @@ class Worker:
         self._runs: dict[str, RunQueue] = {}
         self._floor = 0.0
         self._stopped = False
-        self.failure: Exception | None = None  # a fault of the server's own, behind which nothing is done
+        self.failure: Exception | None = None  # a fault of the server's own, after which nothing is done
         self._thread = threading.Thread(target=self._work, name="fppo-tinker", daemon=True)
 
     def start(self) -> None:
@@ -155,7 +155,7 @@ class Worker:
         start, number = self._clock(), queue.next
         try:
             outcome = self._actions.do(queue.name, number, verb)
-        except OSError as full:  # what is not noted for good is not answered: it is done again at a later look
+        except OSError as full:  # an outcome that is not on disk is not answered: the request is done again later
             text = f"{request_name(queue.name, number)} is tried again: {words_of(full, 500)}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
             with self._changed:
@@ -193,7 +193,7 @@ class Worker:
         )
         try:
             self._actions.give_up(queue.name, waiting, error)
-        except OSError as full:  # what is not noted for good is not answered: at the next look again
+        except OSError as full:  # refusals that are not on disk are not answered: they are tried again later
             text = f"{queue.name}: requests were not given up: {words_of(full, 500)}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
             return
