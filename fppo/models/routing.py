@@ -71,7 +71,7 @@ class RoutedLayer(nn.Module):
 
 
 class RouterSeam(nn.Module):
-    """Replaces a router, and acts as it without `Routes`."""
+    """Replaces a router; without `Routes` it does what the router does."""
 
     def __init__(self, number: int, router: nn.Module, experts: int) -> None:
         super().__init__()
