@@ -91,7 +91,7 @@ def _llama3(file: Path, header: GgufHeader, config: PreTrainedConfig) -> dict[st
     """The scaling of rotary positions of Llama 3.1 and later, which the file keeps as a divisor of each frequency.
 
     Formula: llama.cpp's convert_hf_to_gguf.py, and transformers' rope type llama3. Raises ValueError for divisors that
-    are not those of any factor.
+    the formula gives for no factor.
     """
     entry, theta = header.tensors["rope_freqs.weight"], config.rope_parameters["rope_theta"]
     stored = np.fromfile(file, "<f4", count=math.prod(entry.shape), offset=entry.start).astype(np.float64)
