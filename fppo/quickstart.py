@@ -192,7 +192,7 @@ def prepare(
 
 def settings(directory: Path, seed: int) -> TrainSettings:
     """The PPO run on what `prepare` wrote."""
-    # here: a script of the task alone needs no packages of the command line
+    # imported here, since the task alone needs no packages of the command line
     from fppo.settings.learning import ActorSettings, AlgorithmSettings, CriticSettings, KlRewardSettings
     from fppo.settings.model import ModelSettings
     from fppo.settings.train import (

@@ -54,7 +54,7 @@ class Frozen:
     `places` covers all ranks."""
 
     params: Mapping[str, Tensor] = attrs.field(repr=False)
-    shapes: Mapping[str, torch.Size]  # before the shard axis cuts them, of this rank's stage and tensor and expert cuts
+    shapes: Mapping[str, torch.Size]  # of this rank's stage, after tensor and expert cuts, before the shard axis's
     digest: str  # of all whole weights, equal on every layout
     lora: Lora
     places: Mapping[str, bool] = attrs.field(repr=False)  # the weights with factors; True: stored [in, out]

@@ -72,7 +72,7 @@ def place_images(
 
 
 class _Numbered(NamedTuple):
-    numbers: dict[int, Tensor]  # by a row's inputs: of its features, in the order of their places
+    numbers: dict[int, Tensor]  # of a row's features, in the order of their places, by the id of its inputs
     counts: tuple[int, int]
 
 

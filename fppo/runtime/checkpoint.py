@@ -120,8 +120,8 @@ def begin_save(
     """Begin to write the tree `value` as the checkpoint of `step`, and afterwards drop all but the newest `keep`.
 
     Every rank of the mesh calls it. `shapes` are the whole shapes of the sharded leaves, by their paths in
-    `tree.leaves_with_paths`; they have no effect unless `mesh.sharded`. An `Extent` is for a leaf that the tensor or
-    expert axis cuts, too, or that only some ranks of the pipeline axis hold. All other leaves are equal on all ranks.
+    `tree.leaves_with_paths`; plain ones have no effect unless `mesh.sharded`. An `Extent` is for a leaf that the tensor
+    or expert axis cuts, or that only some ranks of the pipeline axis hold. All other leaves are equal on all ranks.
     `free` names a field of `value` whose structure differs from step to step, and is saved too, for `load`. `notes` are
     kept beside it (`notes_of`). The tensors are copied before it returns, so their memory may be used again; a thread
     writes. `parts` are written before it returns, and `value` lacks them.

@@ -124,7 +124,7 @@ class Mesh:
 
 
 def with_dense(axes: Mapping[str, Axis], ranks: Tensor, rank: int, limit: timedelta | None = None) -> dict[str, Axis]:
-    """Extend the axes of a mesh of `ranks`, given in order, by `SHARD_AXES` as one if there is an expert axis, with a
+    """If there is an expert axis, add `SHARD_AXES` as one axis to those of a mesh of `ranks`, given in order, with a
     new process group, whose collectives time out after `limit`. All processes must call.
 
     Raises ValueError for an expert axis before the shard axis: torch's groups have their ranks in order.
