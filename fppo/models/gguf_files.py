@@ -68,8 +68,8 @@ def _written(file: Path, header: GgufHeader, place: Path, weights: bool) -> Path
 
 
 def _config(file: Path, directory: Path, header: GgufHeader) -> PreTrainedConfig:
-    """The config as transformers reads it, with the scaling of rotary positions that it leaves out. Raises ValueError
-    for an architecture that transformers cannot read, and for a scaling that a config cannot express."""
+    """The config as transformers reads it, with Llama 3's scaling of rotary positions, which it leaves out. Raises
+    ValueError for an architecture that transformers cannot read, and for other scalings that it leaves out."""
     try:
         config = AutoConfig.from_pretrained(directory, gguf_file=_FILE)
     except Exception as error:  # transformers may raise any exception for an unknown header

@@ -68,7 +68,7 @@ class LayerNormForm(NamedTuple):
 
 class GluForm(NamedTuple):
     """A block down(activation(gate(x)) * up(x)), by the names of its linear layers; `up` is None if one layer computes
-    both, gate first."""
+    gate and up, as halves of its output."""
 
     gate: str
     up: str | None
