@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """`open`, and the `__version__` of the installed distribution, at first use, since both take a while."""
+        """Import `open`, or look up the distribution's `__version__`, at first use, since both take a while."""
         if name == "open":
             from fppo.runs.recorded import open_run
 

@@ -27,7 +27,7 @@ class UsageError(ValueError):
 
 
 class RunFailed(ValueError):
-    """An error that ends a run with nothing to learn from it: the command's exit status is 1."""
+    """A failure that makes it pointless to go on with a run: the command's exit status is 1."""
 
 
 def printable(text: str, most: int = MOST, *, lines: bool = False) -> str:
@@ -51,12 +51,12 @@ def shown(value: Any, most: int = 200) -> str:
 
 
 def listed(names: Iterable[Any], most: int = 1000) -> str:
-    """Names of data for a message, sorted, of about `most` characters."""
+    """Sorted names from data for a message, cut to about `most` characters."""
     return shown(sorted(map(str, names)), most)
 
 
 def words_of(error: BaseException, most: int = MOST) -> str:
-    """The type and the text of an error of foreign code, on one line, even if its text raises."""
+    """The type and text of an error from other people's code, on one line, even if its `__str__` raises."""
     try:
         text = str(error)
     except Exception as other:
@@ -94,8 +94,7 @@ def _held(value: Any) -> Iterable[Any]:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether an error is ctrl-C: raised by a handler of signals, of Python or of ours, and by no function of the
-    user's."""
+    """True if an error is ctrl-C: raised by a signal handler, Python's or ours, and not by the user's own code."""
     if not isinstance(error, KeyboardInterrupt):
         return False
     frames = traceback.extract_tb(error.__traceback__)
@@ -105,7 +104,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def no_exit() -> Iterator[None]:
-    """A context that turns `sys.exit` into RunFailed: it would look like the regular end of a run."""
+    """A context that turns `sys.exit` into RunFailed, since an exit would look like the regular end of a run."""
     try:
         yield
     except SystemExit as error:

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used."""
+"""Import the names of a package at first use."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def lazily(package: str, file: str) -> Callable[[str], Any]:
-    """A package's `__getattr__`, which imports what the package's file imports for type checkers alone.
+    """Make a package's `__getattr__`, which imports at first use what `file` imports under TYPE_CHECKING.
 
-    So the file says once where each name is defined. What it imports in earnest it has, and is not sought here.
+    So the file says only once where each name is defined. Python looks up its ordinary imports without `__getattr__`.
     """
 
     @cache

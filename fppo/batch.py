@@ -1,4 +1,4 @@
-"""Typed records of rows, each stage's an extension of the previous one's, and functions on any of them.
+"""Typed records of rows, where each stage's record extends the previous one's, and functions on any of them.
 
 B rows, P prompt positions (padded on the left), T response positions (padded on the right), S = P + T.
 """
@@ -103,7 +103,7 @@ class RowInputs:
 
     def __reduce__(self) -> tuple[type[RowInputs], tuple[Any, ...]]:
         beside = self.places, self.shown, self.video_places, self.shown_of
-        return RowInputs, (self.tensors, *beside)  # a copy's tensors count anew
+        return RowInputs, (self.tensors, *beside)  # without digests: the version counters of a copy start anew
 
     @staticmethod
     def of(named: Mapping[str, Tensor]) -> RowInputs:
@@ -114,9 +114,9 @@ class RowInputs:
 
 @state
 class Shared:
-    """The `inputs` column as a tree of tensors, shared inputs once."""
+    """The `inputs` column as a tree of tensors, in which inputs shared by rows occur once."""
 
-    numbers: Column  # for each row the number of its inputs, or None
+    numbers: Column  # for each row its index into `inputs`, or None
     inputs: tuple[dict[str, Tensor], ...]
 
     @staticmethod
@@ -163,9 +163,9 @@ class Rollout(Prompts):
     routed: Tensor | None = None  # [B, S, L, k] uint8 or int32: the experts that routers chose; zero at padding
     token_versions: Tensor | None = None  # [B, T] int32: each token's version; `versions` are then the first tokens'
     turn_ids: Tensor | None = None  # [B, T] int32: the number of each chosen token's turn, from 0; -1 elsewhere
-    turn_rewards: Tensor | None = None  # [B, T] float32: an environment's, at each turn's last token; nan: it failed
+    turn_rewards: Tensor | None = None  # [B, T] float32: the environment's, at a turn's last token; nan if it failed
     episodes: Tensor | None = None  # [B] int64: the number of each row's episode; None: each row is one. See `episodes`
-    observed: Column | None = None  # lists of ids: what stood between a row and the one before it in its episode
+    observed: Column | None = None  # lists of token ids: observations between the episode's previous row and this one
 
 
 @state
@@ -179,7 +179,7 @@ class Scored(Rollout):
     named_scores: dict[str, Tensor] = attrs.field(metadata={_COLUMNS: True})  # each [B] float32
     baselines: Tensor | None = None  # [B] float32: the score of the greedy response (ReMax)
     outcomes: Tensor | None = None  # [B] float32
-    teacher_log_probs: Tensor | None = None  # [B, T] float32: a teacher's, at the sampling temperature
+    teacher_log_probs: Tensor | None = None  # [B, T] float32, at the sampling temperature
 
     @property
     def outcome(self) -> Tensor:
@@ -209,7 +209,7 @@ class Annotated(Scored):
 
 @state
 class Experience(Annotated):
-    """All constants of the losses. `response_mask` is the loss mask, without rejected tokens."""
+    """All constant inputs of the losses. `response_mask` is the loss mask, without rejected tokens."""
 
     token_rewards: Tensor  # [B, T] float32
     advantages: Tensor  # [B, T] float32
@@ -244,7 +244,7 @@ def rows(record: R, index: Tensor | Sequence[int]) -> R:
             if column.device not in places:
                 places[column.device] = sent(index, column.device)
             return column[places[column.device]]
-        if column is None:  # that rows lack
+        if column is None:  # an optional column that is not there
             return None
         return Column([column[i] for i in numbers])
 
@@ -252,7 +252,7 @@ def rows(record: R, index: Tensor | Sequence[int]) -> R:
 
 
 def same_scores(records: Sequence[Scored]) -> list[Scored]:
-    """Extend each record by the named scores of all; missing ones are nan: the reward failed on all its rows."""
+    """Give each record the named scores of all records; nan where a record lacks one, as its reward always failed."""
     names = list(dict.fromkeys(name for record in records for name in record.named_scores))
 
     def filled(record: Scored) -> Scored:
@@ -354,7 +354,7 @@ def record(cls: type[R], columns: Mapping[str, Tensor | Column]) -> R:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether objects of JSON are equal, nan to itself."""
+    """True if two JSON values are equal; nan equals nan."""
     if a == b:
         return True
     if isinstance(a, dict) and isinstance(b, dict):

@@ -1,7 +1,7 @@
-"""Episodes of several rows: joined for whatever judges a whole episode, and cut into rows for training.
+"""Episodes of several rows: joined to be judged as a whole, and cut into rows for training.
 
-A row is an episode as a rule. Where several rows are of one (`Rollout.episodes`), each has a prompt of its own, and
-`Rollout.observed` holds what stood between the responses of two of them.
+An episode is usually one row. If it has several (`Rollout.episodes`), each has its own prompt, and `Rollout.observed`
+holds the tokens that were observed between the responses of consecutive rows.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -23,29 +23,29 @@ _WHOLE = ("tokens", "attention_mask", "routed")  # columns of [B, S], with promp
 
 
 class EpisodeLayout(NamedTuple):
-    """The places of rows' tokens in E episodes, whose responses have W positions."""
+    """The positions of rows' tokens in E episodes, whose responses have W positions."""
 
-    episode_of: Tensor  # [B] int64: the index of each row's episode, counted by their first rows
+    episode_of: Tensor  # [B] int64: the index of each row's episode; episodes are ordered by their first rows
     first: list[int]  # the first row of each episode
     last: list[int]
     starts: list[int]  # where each row begins in its episode's response
     present: Tensor  # [B, T] bool: the response tokens of rows
-    columns: Tensor  # [B, T] int64: the position of each of them in the episode's response
+    columns: Tensor  # [B, T] int64: the position of each response token in the episode's response
     width: int  # W
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """Numbers of the episodes' tokens [E, W] as those of the rows' tokens [B, T]; 0 where a row has none."""
+        """Turn values per episode token [E, W] into values per row token [B, T]; 0 at padding."""
         return x[self.episode_of[:, None], self.columns].masked_fill(~self.present, 0)
 
     def of_episodes(self, x: Tensor, fill: float = 0) -> Tensor:
-        """Numbers of the rows' tokens [B, T, ...] as those of the episodes' tokens [E, W, ...]."""
+        """Turn values per row token [B, T, ...] into values per episode token [E, W, ...]; `fill` elsewhere."""
         whole = x.new_full((len(self.first), self.width, *x.shape[2:]), fill)
         rows = self.present.nonzero()[:, 0]
         return whole.index_put((self.episode_of[rows], self.columns[self.present]), x[self.present])
 
 
 def layout_of(record: Rollout) -> EpisodeLayout:
-    """The places of a record's rows in their episodes. Rows of an episode stand in order, with or without others
+    """The positions of a record's rows in their episodes. An episode's rows are in order; rows of others may lie
     between them. Raises ValueError for a record without episodes."""
     if record.episodes is None:
         raise ValueError("the rows have no episodes: each is one")
@@ -79,7 +79,7 @@ def num_episodes(record: Any) -> int:
 
 
 def episode_rows(episodes: Tensor) -> tuple[Tensor, list[list[int]]]:
-    """The numbers of episodes [E], in the order of their first rows, and the rows of each; from every row's [B]."""
+    """Group rows by their `episodes` [B]: the numbers [E], in the order of their first rows, and the rows of each."""
     rows: dict[int, list[int]] = {}
     for row, number in enumerate(episodes.tolist()):
         rows.setdefault(number, []).append(row)
@@ -87,11 +87,11 @@ def episode_rows(episodes: Tensor) -> tuple[Tensor, list[list[int]]]:
 
 
 def joined(record: R) -> R:
-    """The record with a row for each episode: the prompt of its first row, then the responses of all, with what stood
-    between them; a record whose rows are episodes as it is.
+    """Join the rows of each episode into one: the prompt of the first row, then all responses, with the observed tokens
+    between them. A record without `episodes` is returned as it is.
 
-    Columns of one number per row are those of the first, but for the finish, which is the last one's, and the row ids,
-    which are the episodes' numbers. Experts are left out: each row has its own of the same prompt.
+    Columns with one value per row are the first row's, except that `finish` is the last row's, and `row_ids` are the
+    episodes' numbers. `routed` is dropped: each row has its own choice of experts for the same tokens.
     """
     if record.episodes is None:
         return record
@@ -117,7 +117,7 @@ def joined(record: R) -> R:
 
 
 def _response_columns(record: Rollout) -> Iterator[tuple[str, Tensor, int]]:
-    """The name of each column of response tokens, the column [B, T, ...], and what it holds where a row has none."""
+    """Yield each column of response tokens: its name, the column [B, T, ...], and its value at padding."""
     for field in attrs.fields(type(record)):
         x = getattr(record, field.name)
         if isinstance(x, Tensor) and x.ndim > 1 and field.name not in _WHOLE:
@@ -129,14 +129,14 @@ class EpisodeCut(NamedTuple):
 
     prompt: Sequence[int]
     start: int = 0  # its first position in the episode's response
-    observed: int = 0  # the tokens of the response before it that are in no row
+    observed: int = 0  # how many response tokens just before `start` are in no row
 
 
 def cut(record: Rollout, cuts: Sequence[Sequence[EpisodeCut]], *, pad_token_id: int) -> Rollout:
-    """The rollout with several rows for each episode: `cuts` has those of every row of the record, in order.
+    """Cut each row, which is an episode, into several: `cuts` lists the parts of every row of the record, in order.
 
-    A row ends where what was observed before the next one begins. `joined` undoes it. Rows are numbered from 0 on,
-    episodes as the record's rows; experts are left out, since rows with prompts of their own have others.
+    A part ends where the tokens observed before the next one begin. `joined` undoes it. `row_ids` count from 0, and
+    `episodes` are the record's row ids. `routed` is dropped: after other prompts, routers choose other experts.
     """
     width, device = record.response_mask.shape[1], record.tokens.device
     flat = [each for own in cuts for each in own]
@@ -171,7 +171,7 @@ def cut(record: Rollout, cuts: Sequence[Sequence[EpisodeCut]], *, pad_token_id: 
 
 
 def _cut_lengths(cuts: Sequence[Sequence[EpisodeCut]], lengths: Sequence[int]) -> list[int]:
-    """The number of response tokens of each row that is cut out of episodes of these lengths."""
+    """The number of response tokens of each part that is cut out of episodes of these `lengths`."""
     sizes: list[int] = []
     for own, length in zip(cuts, lengths, strict=True):
         stops = [*(later.start - later.observed for later in own[1:]), length]
@@ -180,7 +180,7 @@ def _cut_lengths(cuts: Sequence[Sequence[EpisodeCut]], lengths: Sequence[int]) -
 
 
 def _padded_prompts(cuts: Sequence[EpisodeCut], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """The prompts of rows [B, P], padded on the left, and their mask."""
+    """The prompts of the cut rows, padded on the left, [B, P], and their mask."""
     width = max(len(each.prompt) for each in cuts)
     gaps = [width - len(each.prompt) for each in cuts]
     tokens = [[*[pad_token_id] * gap, *each.prompt] for gap, each in zip(gaps, cuts, strict=True)]

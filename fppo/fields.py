@@ -1,4 +1,4 @@
-"""Fields of settings classes with the checks of their own values, and how a problem with settings is said."""
+"""Fields of settings classes with checks of their values, and the wording of problems with settings."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MOST_SECONDS = 1e7  # that anything waits: four months
 _FLOAT32 = (1.1754944e-38, 3.4028234e38)  # the least and the largest size of its normal numbers
 FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 _ADDRESS = re.compile(r"(ray://)?[^\s:/]+:\d+")
-_VARIABLE = re.compile(r"\$(\w+|\{[^}]*\}?|\([^)]*\)?)")  # as shells and templates write one, and a command
+_VARIABLE = re.compile(r"\$(\w+|\{[^}]*\}?|\([^)]*\)?)")  # a variable or a command, as shells write them
 
 Check = Callable[[Any], str | None]  # what is wrong with a value and what to do, or None
-Table = dict[str, Any]  # names and values that are another library's: a table in a file, JSON on the command line
+Table = dict[str, Any]  # another library's settings by name: a table in a file, JSON on the command line
 
 
 class Problem(NamedTuple):
@@ -43,7 +43,7 @@ Problems = Iterator[Problem]
 
 
 class WrongSetting(ValueError):
-    """One problem, where work cannot go on."""
+    """An error for one problem, raised where work cannot go on to look for others."""
 
     def __init__(self, path: str, value: Any, text: str) -> None:
         self.problem = Problem(path, value, text)
@@ -51,16 +51,16 @@ class WrongSetting(ValueError):
 
 
 def said(error: ValueError) -> Problem:
-    """The problem that an error puts into words, as "setting = value: text"."""
+    """The problem that an error describes; of other errors than WrongSetting, the text reads "setting: text"."""
     path, _, text = str(error).partition(": ")
     return error.problem if isinstance(error, WrongSetting) else Problem(path, attrs.NOTHING, text)
 
 
 def setting(default: Any, *checks: Check, unbounded: bool = False, name: str | None = None) -> Any:
-    """A field with the checks of its value; a `default` that is a class makes a section of it, NOTHING none.
+    """A field with checks of its value. A class as `default` makes the field a section; NOTHING means no default.
 
-    A number must be finite, unless the field is `unbounded`: then inf turns a bound off. `name` is what files and the
-    command line call a field whose name Python reserves.
+    A number must be finite, unless the field is `unbounded`: then inf turns a bound off. `name` is the field's name in
+    files and on the command line, where Python reserves that word.
     """
     if isinstance(default, type):
         return attrs.field(factory=default)
@@ -69,7 +69,7 @@ def setting(default: Any, *checks: Check, unbounded: bool = False, name: str | N
 
 
 def kept(default: Any) -> Any:
-    """A field that is none of the settings: no file and no flag gives it."""
+    """A field that is not a setting: neither a file nor a flag can give it."""
     return attrs.field(default=default, metadata={"kept": True})
 
 
@@ -79,26 +79,26 @@ def name_of(field: attrs.Attribute) -> str:
 
 
 def fields_of(cls: type) -> list[attrs.Attribute]:
-    """The settings of a section: its fields without the one that holds a part's keywords (`settings.component`), and
-    without those that are `kept`."""
+    """The settings of a section: its fields, except `kept` ones and the one for a part's keywords
+    (`settings.component`)."""
     return [field for field in attrs.fields(cls) if not {"keywords", "kept"} & field.metadata.keys()]
 
 
 def table_of(cls: type) -> Mapping[str, tuple[str, ...]] | None:
-    """The table of a part's section; None for a section that is no part."""
+    """The table of functions that a part's name is chosen from (`settings.component`); None if no section of a part."""
     field = attrs.fields_dict(cls).get("name")
     return None if field is None else field.metadata.get("table")
 
 
 @functools.cache
 def kinds_of(cls: type) -> Mapping[str, Any]:
-    """The types of a section's settings and sections, by what files call them."""
+    """The types of a section's settings and sections, by their names in files."""
     fields = fields_of(attrs.resolve_types(cls, include_extras=False))
     return MappingProxyType({name_of(field): field.type for field in fields})
 
 
 def only(section: Any, *names: str) -> dict[str, Any]:
-    """Select settings of a section, by name, for what has keywords of the same names."""
+    """Selected settings of a section, as keyword arguments of the same names."""
     return {name: getattr(section, name) for name in names}
 
 
@@ -110,12 +110,12 @@ def value_at(settings: Any, path: str) -> Any:
 
 
 def wrong(settings: Any, path: str, text: str) -> Problem:
-    """The value at a path does not do, for what the text says."""
+    """The problem that `text` describes with the value at a path."""
     return Problem(path, value_at(settings, path), text)
 
 
 def unread(settings: Any, paths: Iterable[str], reader: str) -> Problems:
-    """Settings at these paths that were given, their sections' too, and that nothing but the reader would read."""
+    """Yield a problem for each setting at or below these paths that is not at its default: only `reader` reads them."""
     for path in paths:
         section, _, name = path.rpartition(".")
         of = value_at(settings, section)
@@ -128,7 +128,7 @@ def unread(settings: Any, paths: Iterable[str], reader: str) -> Problems:
 
 
 def cluster_problems(settings: Any, path: str, words: tuple[str, ...]) -> Problems:
-    """A setting that names a cluster by none of the words and by no address."""
+    """Yield a problem if the setting of a cluster is neither one of the `words` nor an address."""
     value = value_at(settings, path)
     if value not in words and not _ADDRESS.fullmatch(value):
         yield Problem(path, value, f"it is {', '.join(words)}, or the HOST:PORT of a Ray cluster that runs")
@@ -146,8 +146,8 @@ def wrong_values(section: Any, prefix: str = "") -> Problems:
 
 
 def flag_problems(options: Any) -> list[str]:
-    """A line for each failed check of a command's own options, which it takes as flags; those that must be given it
-    takes without one."""
+    """A line for each failed check of a command's own options. They are written as flags, or as positional arguments if
+    they have no default."""
     lines, defaults = [], {name_of(field): field.default for field in attrs.fields(type(options))}
     for path, value, text in wrong_values(options):
         flag = path.upper() if defaults[path] is attrs.NOTHING else f"--{path.replace('_', '-')}"
@@ -187,8 +187,8 @@ def nonempty(advice: str) -> Check:
 
 
 def place(value: str | tuple[str, ...] | None) -> str | None:
-    """The file or directory, or each of several, is written out: a shell replaces ~ and variables, and nothing else
-    does. Fields with this check are those that name a place (`place_settings`)."""
+    """The path, or each of several, is written out: only a shell replaces ~ and variables. This check also marks its
+    field as one for paths (`place_settings`)."""
     names = () if value is None else value if isinstance(value, tuple) else (value,)
     return next((text for text in map(_not_written_out, names) if text is not None), None)
 
@@ -204,7 +204,7 @@ def _not_written_out(name: str) -> str | None:
 
 
 def place_settings(cls: type, prefix: str = "") -> Iterator[str]:
-    """The settings that name a file or a directory, by their paths, through all sections."""
+    """Yield "section.setting" of each setting that names a file or a directory, through all sections."""
     kinds = kinds_of(cls)
     for field in fields_of(cls):
         path = f"{prefix}{name_of(field)}"

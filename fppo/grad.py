@@ -13,14 +13,14 @@ from fppo_kernels.transforms import active
 
 
 def variables(tree: Any) -> Any:
-    """The tree with a fresh leaf of autograd's in the place of each floating-point tensor."""
+    """Replace each tensor of a tree, all floating-point, by a fresh leaf of autograd."""
     return pytree.tree_map(lambda leaf: leaf.detach().requires_grad_(), tree)
 
 
 def gradients(loss: torch.Tensor, tree: Any) -> Any:
-    """The gradients of a 0-d loss by the leaves of a tree of `variables`, a tree like it. A leaf that the loss does not
-    use gets zeros. It rests on `torch.autograd.grad`, since `torch.func.grad` does not run checkpointed layers or
-    collectives; `value_and_grad` takes the latter where it is itself inside a transform of torch.func."""
+    """The gradients of a 0-d loss with respect to the leaves of a tree of `variables`, as a tree like it; zeros for a
+    leaf that the loss does not use. Computed by `torch.autograd.grad`, since `torch.func.grad` cannot run checkpointed
+    layers or collectives; inside a transform of torch.func, `value_and_grad` uses torch.func all the same."""
     leaves, spec = pytree.tree_flatten(tree)
     if not loss.requires_grad:  # every token was masked, or no leaf was used
         return pytree.tree_unflatten([torch.zeros_like(leaf) for leaf in leaves], spec)
@@ -53,5 +53,5 @@ def _transformed(fn: Callable[..., Any], has_aux: bool, params: Any, *args: Any,
 
 
 def detached(tree: Any) -> Any:
-    """The tree without what autograd knows of its tensors."""
+    """Detach every tensor of a tree from autograd's graph."""
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree)

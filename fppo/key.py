@@ -73,14 +73,14 @@ class Key:
 
 
 def uniforms(keys: Sequence[Key], rows: Sequence[int], columns: Tensor) -> Tensor:
-    """Numbers in [0, 1), float64 [B, T]: row i has those of keys[i] for rows[i] and columns[i] (int64 [B, T], on
-    the host)."""
+    """Numbers in [0, 1), float64 [B, T]: row i is `keys[i].uniform` of rows[i] and columns[i] (int64 [B, T], on the
+    host)."""
     mixed = [_signed((row & _MASK) ^ _mixed(key)) for key, row in zip(keys, rows, strict=True)]
-    return torch.as_tensor(_bits(np.array(mixed, dtype=np.int64), columns.numpy()) * 2.0**-53)  # quicker for few
+    return torch.as_tensor(_bits(np.array(mixed, dtype=np.int64), columns.numpy()) * 2.0**-53)  # NumPy is quicker
 
 
 def _mixed(key: Key) -> int:
-    return _mix(key.seed & _MASK)  # or keys 0 and 1 would hold the same numbers in other rows
+    return _mix(key.seed & _MASK)  # unmixed, keys 0 and 1 would draw the same numbers, in other rows
 
 
 def _uniform(rows: Tensor, columns: Tensor) -> Tensor:

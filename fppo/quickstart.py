@@ -131,7 +131,7 @@ def warm_up(
     mistakes: float = 0.75,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Params:
-    """Supervised learning on demonstrations, a share of `mistakes` of which forget the carry."""
+    """Train on demonstrations by supervised learning; a share of `mistakes` of them forgets the carry."""
     rate = schedule("linear", lr, total_steps=steps, warmup_steps=30)
     optimizer = adamw(rate, betas=(0.9, 0.99), weight_decay=0.0)
     vocabulary = tokenizer.get_vocab()
@@ -181,7 +181,7 @@ def prompt_sets(tokenizer: PreTrainedTokenizerFast) -> tuple[PromptSet, PromptSe
 def prepare(
     directory: Path, seed: int, *, steps: int = 600, on_step: Callable[[int, float], None] = lambda step, loss: None
 ) -> None:
-    """Writes the model after `steps` of warm-up, with its tokenizer, and the prompts to `directory`."""
+    """Write the model after `steps` of warm-up, with its tokenizer, and the prompts to `directory`."""
     tokenizer, model, params = warmed_up(Key(seed).fold("quickstart"), steps=steps, on_step=on_step)
     directory.mkdir(parents=True, exist_ok=True)
     for name, rows in zip((TRAIN, TEST), sums(), strict=True):
@@ -192,7 +192,7 @@ def prepare(
 
 def settings(directory: Path, seed: int) -> TrainSettings:
     """The PPO run on what `prepare` wrote."""
-    # here: a script of the task alone needs no packages of the command line
+    # imported here, since the task alone needs no packages of the command line
     from fppo.settings.learning import ActorSettings, AlgorithmSettings, CriticSettings, KlRewardSettings
     from fppo.settings.model import ModelSettings
     from fppo.settings.train import (

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 TRAIN, TEST = "train.jsonl", "test.jsonl"
 LAST_NUMBER = r"(?<![\d.,-])(\d+)\D*\Z"  # the last number of a text, if it is a whole one
 STEPS = 30
-MINUTES, MEMORY_GB, DISK_GB = 11, 5, 3  # on two idle cores; of two checkpoints, an export, and the unpacked model
+MINUTES, MEMORY_GB, DISK_GB = 11, 5, 3  # on two idle cores; disk for two checkpoints, an export, the unpacked model
 NAMES = ("Ann", "Ben", "Eva", "Jim", "Kim", "Lin", "Max", "Mia", "Sam", "Tom")
 THINGS = ("apples", "books", "coins", "eggs", "pens", "shells", "stamps", "toys")
-# questions by the sign of what they ask for; a name and a thing where there are any
+# questions by the sign of their operation; some mention a name and a thing
 QUESTIONS = {
     "+": (
         "What is {a} + {b}?",
@@ -44,7 +44,7 @@ QUESTIONS = {
 
 @attrs.frozen
 class WordProblem:
-    """A question in words, its answer, the sign of what it asks for (+, - or x), and its two numbers."""
+    """A question in words, its answer, the sign of its operation (+, - or x), and its two numbers."""
 
     question: str
     answer: int
@@ -53,8 +53,8 @@ class WordProblem:
 
 
 def word_problems() -> list[WordProblem]:
-    """All questions, in an order by chance. The answer is none of the numbers in the question, so that nobody finds it
-    by repeating one."""
+    """All questions, in a fixed random order. No answer is among the numbers of its question, so that repeating one is
+    always wrong."""
     found = []
     for sign, forms in QUESTIONS.items():
         for a, b, form in product(range(2, 13), range(2, 13), forms):
@@ -72,8 +72,8 @@ def word_problems() -> list[WordProblem]:
 
 
 def split() -> tuple[list[WordProblem], list[WordProblem]]:
-    """The questions to train on and those that are held out, which have numbers of their own: no sum, difference or
-    product of the ones is asked for in the others. They are the same for every seed of a run."""
+    """The questions to train on, and the held-out ones. No sum, difference or product is asked for in both. The split
+    is the same for every seed of a run."""
     everything = word_problems()
     facts = sorted({*map(_fact, everything)})
     draws = Key(0).fold("held out").uniform(torch.arange(len(facts)), 1)[:, 0].tolist()
@@ -102,7 +102,7 @@ def prepare(directory: Path) -> None:
 
 
 def cost(directory: Path) -> str:
-    """Words for the time, memory and disk that the run takes."""
+    """Describe the time, memory and disk that the run takes."""
     return (
         f"SmolLM2-135M-Instruct, {STEPS} steps of GRPO: about {MINUTES} minutes on two idle cores, "
         f"{MEMORY_GB} GB of memory, and {DISK_GB} GB of disk, most of it in {directory}; nothing is downloaded"
@@ -111,7 +111,7 @@ def cost(directory: Path) -> str:
 
 def settings(directory: Path, seed: int) -> TrainSettings:
     """The GRPO run on what `prepare` wrote."""
-    # here: the task alone needs no packages of the command line
+    # imported here, since the task alone needs no packages of the command line
     from fppo.settings.learning import ActorSettings, AdvantageSettings, AlgorithmSettings, OptimizerSettings
     from fppo.settings.model import ModelSettings
     from fppo.settings.train import (

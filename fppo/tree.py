@@ -180,5 +180,5 @@ def digest(tree: Tree) -> dict[str, str]:
 
 
 def combine(digests: dict[str, str]) -> str:
-    """One digest of a whole tree of digests."""
+    """Combine the digests of a tree's leaves into one."""
     return hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).hexdigest()

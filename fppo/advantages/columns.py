@@ -46,9 +46,9 @@ class OfRows:
     """An estimator as a function of annotated rows and their token rewards [B, T].
 
     `fn` is called with the columns that its parameters name, of `COLUMNS` and "correction_weights"; those without a
-    default must be in the rows. One that reads "groups" gets a mask without the rows that have nothing to be compared
-    with, as the others have no score. Where it returns advantages alone, the returns are the sums of the token rewards.
-    `by_turn` has a turn take the place of a response (`advantages.by_turn`).
+    default must be in the rows. One that reads "groups" gets a mask without rows that have nothing to be compared with,
+    since all others of their group lack a score. If it returns advantages alone, the returns are the sums of the token
+    rewards. With `by_turn` turns are compared in place of responses (`advantages.by_turn`).
 
     Raises ValueError for a parameter that is no column, a column that the rows lack, a correction without weights,
     groups of one row each, for token rewards with a KL penalty in them where `fn` reads "named_scores" or no rewards at
@@ -124,15 +124,15 @@ def reads(fn: Estimator, column: str) -> bool:
 
 
 def whitens(fn: Estimator) -> bool:
-    """Whether an estimator's advantages are whitened once rows have left the mask: with a critic, or as it does."""
+    """True if an estimator's advantages are whitened once rows have left the mask: if it reads values, or whitens."""
     plain = fn.fn if isinstance(fn, OfRows) else fn
     plain = plain.func if isinstance(plain, partial) else plain
     return reads(fn, "values") or plain in advantages.WHITENED
 
 
 def of_values(fn: Estimator) -> Callable[[Tensor, Tensor, Tensor], Advantages]:
-    """An estimator with a critic as a function of token rewards, values and mask [B, T], where the policy itself has
-    sampled: correction weights are 1. Raises ValueError for one that reads other columns."""
+    """An estimator with a critic as a function of token rewards, values and mask [B, T], for tokens that the policy
+    itself has sampled: correction weights are 1. Raises ValueError for one that reads other columns."""
     plain = fn.fn if isinstance(fn, OfRows) else fn
 
     def estimate(rewards: Tensor, values: Tensor, mask: Tensor) -> Advantages:
@@ -153,7 +153,7 @@ def name_of(fn: Any) -> str:
 
 
 def _compared(rows: Annotated) -> Tensor:
-    """The response mask without the rows that have nothing to be compared with, as the others have no score."""
+    """The response mask without rows that have nothing to be compared with: all others of the group lack a score."""
     mask, group = rows.response_mask, group_rows(rows.groups).group_of
     there, missing = mask.any(1), rows.scores.isnan()
     left, lost = (torch.zeros_like(group).index_add(0, group, x.long())[group] for x in (there, missing))
@@ -161,7 +161,7 @@ def _compared(rows: Annotated) -> Tensor:
 
 
 def _check_alone(name: str, rows: Annotated, rewards: Tensor, why: str) -> None:
-    """Raises ValueError for token rewards that are not the scores alone."""
+    """Raise ValueError for token rewards that are not the scores alone."""
     alone = advantages.token_rewards(rows.scores, rows.response_mask, turns=rows.turn_rewards)
     if (rewards != alone.to(rewards)).any():
         raise ValueError(

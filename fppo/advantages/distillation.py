@@ -24,7 +24,7 @@ def reverse_kl(
     limit: float | None = None,
     score_coef: float = 0.0,
 ) -> Advantages:
-    """Less reverse KL to a teacher: A_t = -coef * (d_t + gamma d_s + gamma^2 ...), d = log_probs - teacher_log_probs.
+    """Minus reverse KL to a teacher: A_t = -coef * (d_t + gamma d_s + gamma^2 ...), d = log_probs - teacher_log_probs.
 
     s is the row's next token in the mask. The mean gradient is that of coef * KL(policy || teacher): with `gamma` 0 of
     each token's divergence, the texts before it held fixed (on-policy GKD, Agarwal et al., arXiv:2306.13649; Thinking

@@ -4,8 +4,8 @@
 ValueError. All are constants to the gradient; results have the dtype of the scores. A row without tokens counts
 nowhere, whatever its score. Equal scores within a group give exactly 0 (before any whitening), and so does the only row
 of a group: there is nothing to compare it with. Scores are equal if they differ by no more than 8 rounding errors of
-the group's largest. So a constant added to all scores of a group changes no advantage (but in maxrl, which divides by
-the mean).
+the group's largest. So a constant added to all scores of a group changes no advantage (except in maxrl, which divides
+by the mean).
 """
 
 from __future__ import annotations

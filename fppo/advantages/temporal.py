@@ -30,9 +30,9 @@ def token_rewards(
 ) -> Tokens:
     """The score [B] at the last token of each row, minus kl_coef * kl [B, T] at every token; [B, T].
 
-    `turns` [B, T] are rewards within rows, such as those of turns: they stand where they are, and the last token has
-    what the score is beyond their sum over the mask. A nan among them counts as 0. The result is 0 outside the mask,
-    and for a row without tokens. All arguments are constants to the gradient.
+    `turns` [B, T] are rewards within rows, such as an environment's for turns: they stay at their tokens, and the last
+    token gets the rest, the score minus their sum over the mask. A nan among them counts as 0. The result is 0 outside
+    the mask, and for a row without tokens. All arguments are constants to the gradient.
     """
     check_rows(mask, scores=scores)
     after = mask.flip(1).cumsum(1).flip(1)
@@ -74,7 +74,7 @@ def gae(
     Schulman et al., arXiv:1506.02438. All [B, T]; the result is 0 outside the mask. `kernel` computes it, such as
     `Kernels.gae`; to vmap over `gamma` or `lam` pass `fppo_kernels.gae.loop.loop`.
 
-    `lam` [B] gives each row its decay, and no kernel is called. `lam_alpha` sets it to VAPO's `length_lam` with that
+    `lam` [B] gives each row its own decay, which takes no kernel. `lam_alpha` sets it to VAPO's `length_lam` with that
     alpha. `critic_lam` is a second decay for the returns, the critic's targets: VC-PPO's decoupled GAE
     (arXiv:2503.01491) with 1, and 0.95 for the advantages.
     """

@@ -61,8 +61,8 @@ def optimal_token_baseline(
 def _above_baseline(
     value: Tensor, weight: Tensor, alive: Tensor, members: Groups, dtype: torch.dtype, *, leave_one_out: bool
 ) -> Tensor:
-    """`value` [B, T] minus its baseline: in columns that a row has for itself that of the last column that it shares;
-    0 for a row that shares none.
+    """`value` [B, T] minus its baseline. In columns that only one row of a group has, the baseline is that of the row's
+    last shared column; 0 for a row that shares none.
 
     Values are counted from the lowest, so that equal ones give exactly 0, also where they differ by a rounding of
     `dtype`.

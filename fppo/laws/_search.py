@@ -11,10 +11,10 @@ from torch import Tensor
 
 SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (3, 2), (3, 3), (4, 5), (6, 7))
 SEEDS = 6
-PRINTED = 1000  # numbers of a tensor in lines that can be run
-SHOWN = 24  # and in others, where its shape is shown beyond that
-RAISED = 3  # lines of an error
-WRITTEN = 100  # characters of a callable without a name
+PRINTED = 1000  # the most numbers of a tensor in lines that can be run
+SHOWN = 24  # the most in other lines, which show the shape of a larger tensor
+RAISED = 3  # the most lines of an error
+WRITTEN = 100  # the most characters of a callable without a name
 _OBJECT = re.compile(r"<[\w.<>]*?(\w+) object at 0x\w+>")  # <module.Class object at 0x7f>
 _FUNCTION = re.compile(
     r"<(?:built-in |bound )?(?:function|method) (?:[\w.]*<locals>\.)*([\w.]+)(?: of [\w. ]+)?(?: at 0x\w+)?>"
@@ -101,7 +101,7 @@ class Suite(NamedTuple):
 
 
 def nothing(fn: Callable, example: Any, generator: torch.Generator) -> None:
-    """A breach that always holds: the weaker form of a law that callers can satisfy themselves."""
+    """A `breach` that finds nothing wrong: the weaker form of a law that callers can satisfy themselves."""
 
 
 def draw_mask(rows: int, width: int, seed: int, generator: torch.Generator) -> Tensor:
@@ -241,8 +241,8 @@ def shape_of(x: Tensor) -> str:
 
 
 def describe(example: LawExample, name: str, see: Sequence[str]) -> list[str]:
-    """Format the example with 4 digits, as lines of Python. They can be run, and end with the lines `see`, if 4 digits
-    are exact; else large tensors are their shapes."""
+    """Format the example as lines of Python, with 4 digits. If these are exact, the lines can be run, and end with the
+    lines `see`; else large tensors are shown by their shapes."""
     tensors = {**example.inputs, **example.extras}
     if any("weights" in line for line in see):
         tensors["weights"] = example.weights

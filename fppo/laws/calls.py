@@ -1,4 +1,4 @@
-"""Kernels on the very calls of a model: its windows, caps, scales, sinks, heads, biases and dtypes."""
+"""Check kernels on the calls that a model makes: with its windows, caps, scales, sinks, heads, biases and dtypes."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from fppo_kernels.table import INSIDE, Kernels, takes_key_lengths
 
 LAW = "calls of the model"
 _TOKENS, _EACH = 4, 2  # decoded tokens, and responses to each prompt, which share it
-_SEEN, _NEAR = 1e-5, 20  # the least effect of a keyword, and how much nearer what ignores it is to the rest
+_SEEN, _NEAR = 1e-5, 20  # a keyword's least effect; a kernel that ignores it is off by less than a 20th of that
 _MOST = 24  # calls of an operation that are tried
-_HEADS = (None, 2, 4, None)  # of the small model: its own if it is then small enough
+_HEADS = (None, 2, 4, None)  # the numbers of heads to try in the small model; None: the model's own
 
 
 class KernelCall(NamedTuple):
-    """A call of an operation: its arguments by name, those given by position first, as many as `positional`."""
+    """A call of an operation: its arguments by name, of which the first `positional` are given by position."""
 
     arguments: Mapping[str, Any]
     positional: int
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Shapes, dtypes and numbers, in which calls of equal kind agree."""
+        """The shapes, dtypes and numbers of the arguments."""
         return tuple((name, _text(x)) for name, x in self.arguments.items())
 
     def of(self, fn: Kernel, arguments: Mapping[str, Any]) -> Any:
-        """The result of a function on these arguments, handed over as in the call."""
+        """The result of a function on these arguments, given by position or by name as in the call."""
         values = [*arguments.values()][: self.positional]
         return fn(*values, **{name: x for i, (name, x) in enumerate(arguments.items()) if i >= self.positional})
 
@@ -66,8 +66,8 @@ def screen_calls(
     rows and while it decodes: values and gradients must be about within the laws' tolerances of the float64 reference.
 
     The instance computes in `dtype`, and the kernel runs on the `device`. `longest` is the length of the longest row of
-    the run: a window that is no shorter hides nothing there, and none here. Raises LawViolation for the first call with
-    other numbers; it names the keyword without which the reference gives them, if there is one.
+    the run: if no window is shorter, none hides anything here either. Raises LawViolation for the first call with wrong
+    numbers; if the reference gives the same numbers without some keyword, it names that keyword.
     """
     operation = operation_of(op)
     for call in calls_of(operation, kernel, model, temperature=temperature, longest=longest, dtype=dtype):
@@ -89,7 +89,7 @@ def calls_of(
     op: Operation, kernel: Kernel, model: Model, *, temperature: float, longest: int | None, dtype: torch.dtype
 ) -> list[KernelCall]:
     """The calls of an operation by a small instance of a model, one of each kind; none if the model has no place for
-    it. Prompts are shared if the `kernel`, of attention, takes them."""
+    it. An attention `kernel` that takes shared prompts gets them."""
     if op.name in INSIDE and not models.has_place(model.text_of(model.skeleton), op.name):
         return []
     probe, calls = make_probe(model, heads=_HEADS), list[KernelCall]()
@@ -114,7 +114,7 @@ def calls_of(
 
 
 def _recorder(op: Operation, kernel: Kernel, calls: list[KernelCall]) -> Kernel:
-    """The reference of an operation, which adds its calls to the list, with the keywords that the kernel takes."""
+    """Wrap an operation's reference so that it appends its calls to `calls`, and takes the kernel's keywords."""
     signature = inspect.signature(op.reference)
 
     def record(*args: Any, **keywords: Any) -> Any:
@@ -161,7 +161,7 @@ def _windows(model: Model) -> list[int]:
 
 
 def _without_edge(call: KernelCall) -> KernelCall:
-    """The call with a window, if it has one, that hides nothing."""
+    """Replace a call's window, if it has one, by one that hides nothing."""
     if not isinstance(call.arguments.get("window"), int):
         return call
     lengths = [x.max_length for x in call.arguments.values() if isinstance(x, Lengths)]
@@ -169,9 +169,9 @@ def _without_edge(call: KernelCall) -> KernelCall:
 
 
 def _breach(op: Operation, kernel: Kernel, call: KernelCall, device: torch.device | str) -> str | None:
-    """Describe how a kernel's numbers differ from the reference's on a call, as it is, and in float32, which tells
-    smaller differences, with logits as large as their cap; None if they do not. What runs in 16 bits alone is not tried
-    in float32."""
+    """Describe how a kernel's numbers differ from the reference's on a call; None if they do not. The call is tried as
+    it is, then in float32, which shows smaller differences, with logits as large as their cap. A kernel that fails in
+    float32 passes if the call is in 16 bits."""
     dtype = next(x.dtype for x in call.arguments.values() if isinstance(x, Tensor) and x.is_floating_point())
     for number, arguments in enumerate((call.arguments, _steep(call.arguments))):
         at = torch.float32 if number else dtype
@@ -189,8 +189,8 @@ def _breach(op: Operation, kernel: Kernel, call: KernelCall, device: torch.devic
 
 
 def _steep(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments with a first one so large that logits, the scaled products of the first two, are of the size of
-    their cap; without a cap as they are."""
+    """Scale up the first argument until logits, the scaled products of the first two, are as large as their cap;
+    without a cap the arguments stay."""
     cap, (name, x), (_, y) = arguments.get("softcap"), *[*arguments.items()][:2]
     if cap is None:
         return arguments

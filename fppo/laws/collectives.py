@@ -64,7 +64,7 @@ def _by_table(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _table(ranks: int, case: int, rows: int) -> Tensor:
-    """The rows of each rank in runs of different sizes; some are empty, in the last cases all but one."""
+    """Draw how many rows each rank sends to each; some numbers are 0, in later cases those to the last ranks."""
     generator = torch.Generator().manual_seed(case)
     to = torch.randint(max(1, ranks - case // 3), (ranks, rows), generator=generator)
     return torch.stack([torch.bincount(x, minlength=ranks) for x in to])

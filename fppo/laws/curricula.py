@@ -1,4 +1,4 @@
-"""Laws of curricula, one's own among them: what is drawn and learned depends on the arguments alone."""
+"""Laws of curricula, a user's own included: draws and states depend on the arguments alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _small() -> PromptSet:
 
 
 def check_curriculum(curriculum: Curriculum, prompts: PromptSet | None = None, *, size: int = 4) -> None:
-    """Put a curriculum through its laws on prompts, by default twelve from three sources, drawn `size` at a time.
+    """Check a curriculum by its laws on prompts, by default twelve from three sources, drawn `size` at a time.
 
     `laws.check_curriculum(data.learnability(explore=0.2))` raises LawViolation for the first law that fails:
 
@@ -57,7 +57,7 @@ def check_curriculum(curriculum: Curriculum, prompts: PromptSet | None = None, *
 
 
 def _chosen(curriculum: Curriculum, prompts: PromptSet, known: Any, key: Key, step: int, size: int) -> torch.Tensor:
-    """The indices that a state chooses at a step; LawViolation if they are none."""
+    """The indices that a state chooses at a step. Raises LawViolation for invalid ones."""
     cursor = DataCursor(course=Course(known=known, step=step))
     try:
         indices, _ = chosen_indices(curriculum, len(prompts), cursor, size=size, key=key)

@@ -116,7 +116,7 @@ def _finite_padding(fn: Callable, example: LawExample, generator: torch.Generato
 
 
 def _padded(seen: Callable[[Tensor], Tensor], fill: float, fn: Callable, example: LawExample) -> Breach | None:
-    """Compare what is `seen` of the results with and without more columns that hold `fill`."""
+    """Compare results, as `seen` maps them, with and without further columns that hold `fill`."""
     width = example.mask.shape[1]
     for columns in (1, 3):
         wide = example.map(partial(widen, columns=columns, fill=fill))

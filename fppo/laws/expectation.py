@@ -97,7 +97,7 @@ def bias(
 ) -> Bias:
     """Measure how far a step's mean gradient is from the objective's, exactly: `laws.bias(rloo, world=laws.world())`.
 
-    `estimator` is one of a run (its parameters are columns, `advantages.columns`), `loss_fn` a policy loss with its
+    `estimator` is as in a run (its parameters are columns, `advantages.columns`), `loss_fn` a policy loss with its
     scalars bound, `mode` a weight mode (the horizon is the world's), `n` the rows of each group. `correct` weighs the
     sampling policy as in `Estimate`. The old log-probs are those of a "pass" of the policy, so that every ratio is 1,
     or those of the "engine", the sampling policy. `whiten` gives a batch's advantages mean 0 and variance 1.
@@ -128,15 +128,15 @@ def check_gradient(
     up_to: Literal["nothing", "scale"] = "nothing",
     worlds: Sequence[SmallWorld] | None = None,
 ) -> None:
-    """Put a step's gradient through the law of its expectation: `laws.check_gradient(my_estimator, n=3)`.
+    """Check a step's gradient by the law of its expectation: `laws.check_gradient(my_estimator, n=3)`.
 
     The arguments are those of `bias`. On every world the mean gradient over all batches must be the objective's, to
     1e-9 of its size; `up_to="scale"` allows a positive factor. With `n` rows in a group this takes a second or two.
 
-    `worlds` None are `laws.worlds()`, from the smallest, with a policy that samples and lags where there is a
-    correction or the old log-probs are the engine's. An estimator that is right for scores of 0 and 1 alone, as GRPO's
-    standard deviation is, takes `worlds=laws.worlds(binary=True)`. Raises LawViolation with the smallest world on which
-    the law does not hold, and ValueError as `bias`.
+    By default `worlds` are `laws.worlds()`, smallest first; their sampling policy lags if there is a correction or the
+    old log-probs are the engine's. An estimator that is right for scores of 0 and 1 alone, as GRPO's standard deviation
+    is, takes `worlds=laws.worlds(binary=True)`. Raises LawViolation with the smallest world on which the law does not
+    hold, and ValueError as `bias`.
     """
     if up_to not in ("nothing", "scale"):
         raise ValueError(f'up_to must be "nothing" or "scale", got {up_to!r}')

@@ -172,7 +172,7 @@ def check_kernel(
     `reference`, a differentiable function of the same arguments in float64, as
     `fppo_kernels.linear.float8_reference.reference`. `wide` is the width of heads and hidden states, on GPUs 16.
 
-    Returns whether any law applied: none does for a kernel that lacks what all examples have, or for "gae" on a GPU.
+    Returns whether any law applied: none does for a kernel without a feature of all examples, or for "gae" on a GPU.
     Raises ValueError for another operation or dtype.
     """
     op, device = operation_of(op) if isinstance(op, str) else op, torch.device(device)

@@ -188,7 +188,8 @@ def _draw(
     example: LawExample,
     generator: torch.Generator,
 ) -> MeshCase:
-    """Draw a cut into micro-batches, and packed rows, or any if no axis cuts them."""
+    """Draw a cut into micro-batches and the options of a pass; rows are packed, or, if no axis cuts them, perhaps
+    padded."""
 
     def draw(count: int) -> int:
         return int(torch.randint(count, (), generator=generator))
@@ -338,7 +339,7 @@ def check_layout(
     """Check `UpdateActor` with a policy loss by the laws of layouts: `laws.check_layout(my_loss)`.
 
     `loss_fn(log_probs, old_log_probs, advantages, mask)` returns the loss per token [B, T] and metrics, its scalars
-    bound; or it is a `SelectiveLoss`. `terms` None are of each kind, those of routers with choices replayed or not.
+    bound; or it is a `SelectiveLoss`. The default `terms` have one of each kind; routers' choices are replayed or not.
     See `check_layout_fn`. Takes some tens of seconds.
     """
     make, name = _actor_update(loss_fn, terms)

@@ -38,7 +38,7 @@ GARBAGE_TEXT = "what stands where the mask is False changes no bit"
 PADDING_TEXT = "columns outside the mask change nothing"
 FINITE_NOTE = "finite numbers there change nothing"
 DETACHED_NOTE = "callers that detach it see no difference"
-TOKENS = 6  # numbers of an example, where single tokens may be clipped or equal by chance
+TOKENS = 6  # least tokens of an example to judge: fewer may all be clipped, or equal, by chance
 
 
 class _LossOutcome(NamedTuple):

@@ -185,7 +185,7 @@ def check_padding(unpad: Callable[..., Any], pad: Callable[..., Tensor], *, devi
 
     The laws: tokens are packed row by row, with their positions and lengths; a label is the next token of the same row;
     columns are packed like tokens; padding up to a multiple is one sequence at the end, which `pad` drops; the round
-    trip is the identity on the mask, both ways, bit for bit; gradients are selected; arguments are unchanged. Masks
+    trip is the identity on the mask, both ways, bit for bit; gradients go the opposite way; arguments stay. Masks
     have padding on the left, on the right, on both sides, within rows or nowhere, rows without tokens, or no token at
     all. Raises LawViolation for the first broken law.
     """

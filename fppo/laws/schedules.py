@@ -69,7 +69,7 @@ def check_schedule(schedule: Schedule, *, backward: float = 2.0) -> Clocked:
     """Check a schedule: `laws.check_schedule(my_schedule(4, 8))`. Raises LawViolation for the first broken law.
 
     Every rank runs its own stages, each of them once on every micro-batch, forward before backward, or forward alone;
-    and none waits for what cannot come. Then what each rank receives is what the others send, in their order. Returns
+    and none waits for a message that cannot come. Then each rank receives what the others send, in their order. Returns
     the time, the bubble and the results kept by each rank, if a stage takes 1 forward and `backward` backward.
     """
     for name, (statement, breach) in _LAWS.items():

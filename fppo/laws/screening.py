@@ -17,7 +17,7 @@ from fppo.laws._search import Law, LawExample, check, short
 from fppo_kernels.operation import Kernel, Operation, operation_of
 from fppo_kernels.table import DEFAULTS, own
 
-SIZES = ((1, 2), (2, 2), (4, 5))  # a small number of rows, if that shows the error
+SIZES = ((1, 2), (2, 2), (4, 5))  # few rows first: they may be enough to show the error
 _LOSS = ("per token", "gradient", "empty mask", "masked garbage")
 
 
@@ -37,7 +37,7 @@ def screen_policy_loss(loss_fn: Callable[..., Any], *, selective: bool = False) 
 
 
 def _rows(example: LawExample, names: Sequence[str]) -> Annotated:
-    """Convert the example to annotated rows. Scores by name have `names`; without names, any requested one."""
+    """Convert the example to annotated rows, with scores named `names`; without names, any name has scores."""
     x, rows = example.inputs, len(example.mask)
     named: dict[str, Tensor] = {name: x["scores"] for name in names} if names else defaultdict(lambda: x["scores"])
     prompt = torch.ones(rows, 1, dtype=torch.int64)

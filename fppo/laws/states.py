@@ -17,7 +17,7 @@ H = TypeVar("H")
 
 
 def _first_difference(expected: dict[str, str], actual: dict[str, str]) -> str | None:
-    """The first leaf, in the tree's order, in which two digests of trees differ, described; None if they are equal."""
+    """Describe the first leaf, in the tree's order, in which two digests of trees differ; None if they are equal."""
     for path in (*expected, *(path for path in actual if path not in expected)):
         name = path or "the result"
         if path not in actual:
@@ -42,8 +42,8 @@ def check_resume(
     """Check that run(n + m) equals run(m) after load(save(run(n))), bit for bit, for all n and m with n + m <= `steps`.
 
     `step` takes a state (any tree) and returns the next one; `save(state)` returns a handle, such as a path, and
-    `load(handle)` the state. LawViolation names the smallest n and m, and the first leaf that differs: what the state
-    does not hold (a counter in a closure, a global generator) and what the file does not hold are both found.
+    `load(handle)` the state. LawViolation names the smallest n and m, and the first leaf that differs. Both kinds of
+    gaps are found: in the state (a counter in a closure, a global generator) and in the file.
     """
     statement = "run(n + m) equals run(m) after save and load of run(n)"
     digests, handles = [tree.digest(state)], [save(state)]

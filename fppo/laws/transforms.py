@@ -16,7 +16,7 @@ from fppo_kernels.operation import TRANSFORMS, Kernel, Operation, operation_of
 from fppo_kernels.table import own
 
 STEP, COARSE = 1e-5, 1e-5  # step of differences, and their allowed relative error
-CALM = 20.0  # the most numbers of an example for differences
+CALM = 20.0  # the largest number of an example on which differences are tried
 COPIES = 3  # number of mapped examples
 
 Outcome = Callable[..., Tensor]  # of the tensors with gradients
@@ -148,11 +148,11 @@ def check_func(
     """Check a kernel by the laws of torch.func: `laws.check_func("log_probs", my_kernel)`. Raises LawViolation for the
     first broken law.
 
-    "grad": torch.func.grad and vjp give the gradient of a plain backward pass. "vmap": a map gives values and gradients
-    of calls one by one, of all leaves mapped over or of one. "jvp": forward-mode derivatives are those of the gradient,
-    and of central differences in float64. "hessian": Hessian-vector products, forward over reverse and reverse over
-    reverse, are the definition's in float64, and those of differences of the gradient. Of `transforms` those are tried
-    that the operation's record has. Dtypes, tolerances and `lacks` are as in `check_kernel`.
+    "grad": torch.func.grad and vjp give the gradient of a plain backward pass. "vmap": a map over all leaves, or over
+    the first alone, gives the values and gradients of single calls. "jvp": forward-mode derivatives are those of the
+    gradient, and of central differences in float64. "hessian": Hessian-vector products, forward over reverse and
+    reverse over reverse, are the definition's in float64, and those of differences of the gradient. Only those
+    `transforms` are tried that the operation's record lists. Dtypes, tolerances and `lacks` are as in `check_kernel`.
 
     Returns whether there were laws to try. Raises ValueError for another operation, transform or dtype.
     """

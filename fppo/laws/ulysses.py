@@ -88,7 +88,7 @@ OnRanks = Callable[[Callable, Callable, LawExample], list[tuple[Tensor, Leaves]]
 
 
 def laws_of_ranks(attention: Callable, on_ranks: OnRanks, tolerance: float) -> list[Law]:
-    """The laws of ranks with parts of a row: they have the result and the gradients of `attention` over the whole
+    """The laws of functions on ranks with parts of a row: result and gradients are those of `attention` over the whole
     row."""
 
     def values(subject: Callable, example: LawExample, generator: torch.Generator) -> str | None:
@@ -124,8 +124,8 @@ def _laws(attention: Callable) -> list[Law]:
 
 
 def _example(ranks: int, multiple: int, times: int, rows: int, width: int, seed: int) -> LawExample:
-    """Draw sequences of 1 to `width` tokens, the last padded so that the row is a multiple; a case's heads are
-    repeated."""
+    """Draw sequences of 1 to `width` tokens, and one more that fills the row up to a `multiple`; `times` multiplies a
+    case's query heads."""
     case = _CASES[seed]
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
     lengths = torch.randint(1, width + 1, (rows,), generator=generator)

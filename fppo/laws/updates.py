@@ -171,7 +171,7 @@ def _outcomes_differ(expected: _UpdateOutcome, actual: _UpdateOutcome, tolerance
 
 
 def _of_function(metrics: Metrics) -> Metrics:
-    """Metrics without what passes saved, which depends on the cut into micro-batches."""
+    """Leave out metrics of performance (perf/...), which depend on the cut into micro-batches."""
     return {name: x for name, x in metrics.items() if not name.startswith("perf/")}
 
 
@@ -271,7 +271,7 @@ def check_update(
     """Check `UpdateActor` with a policy loss by the laws of updates: `laws.check_update(my_loss)`.
 
     `loss_fn(log_probs, old_log_probs, advantages, mask)` returns the loss per token [B, T] and metrics, its scalars
-    bound; or it is a `SelectiveLoss`. `terms` None are of each kind. See `check_update_fn` for what must hold;
+    bound; or it is a `SelectiveLoss`. The default `terms` have one of each kind. See `check_update_fn` for the laws;
     `check_policy_loss` has the laws of the loss alone, with smaller counter-examples. Takes some seconds.
     """
     make, name = _actor_update(loss_fn, terms)

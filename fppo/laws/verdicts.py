@@ -82,9 +82,9 @@ def verdicts(
     Every law searches the same batches in the same order, so that equal functions get equal verdicts. What a function
     does with garbage where the mask is False is tried with NaN and infinities first, then with finite numbers: if only
     the former reach the result, the verdict is a note. A `reference` of the same signature adds the law that both
-    agree; "gae" and "whiten" take none, and none a `dtype`. `group_rows` (for "advantages") is the least number of rows
-    of a group, `tokens` the least number of tokens in the mask of a batch, and `name` what the lines of a
-    counter-example call the function. `only` names the laws to try, in place of all.
+    agree; "gae" and "whiten" take neither this nor a `dtype`. `group_rows` (for "advantages") is the least number of
+    rows of a group, `tokens` the least number of tokens in the mask of a batch, and `name` the function's name in the
+    lines of a counter-example. `only` names the laws to try, in place of all.
 
     Raises ValueError for an unknown kind or law, and for arguments that the kind does not take.
     """

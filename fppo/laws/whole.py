@@ -55,8 +55,8 @@ def whole_loss(loss_fn: LossFn, mode: str, *, horizon: Scalar | None = None) -> 
     """Make a whole loss, 0-d, of a token loss: the sum of a mode's weights times the loss.
 
     `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss of `fppo.losses` or one's own, or a value
-    loss of values, old values, returns and a mask. `mode` and
-    `horizon` are those of `losses.loss_weights`. The result is the plain definition to hold another one against:
+    loss of values, old values, returns and a mask. `mode` and `horizon` are those of `losses.loss_weights`. The result
+    is the plain definition, as a reference for another loss:
     `laws.verdicts(my_loss, kind="whole_loss", reference=laws.whole_loss(losses.ppo_clip, "token-mean"))`.
     """
 

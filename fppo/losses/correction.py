@@ -225,7 +225,7 @@ def rollout_correction(
       Log-ratios are clamped to +-20.
     - `threshold`: a number cuts larger weights down to it (truncated importance sampling); a pair, or "low_high",
       sets weights outside it to 0 (IcePop).
-    - `batch_normalize`: weights over their mean, of tokens or of rows, over the batch.
+    - `batch_normalize`: divides weights by their mean, of tokens or of rows, over the batch.
     - `reject`: options separated by commas, all of which a token must pass: token_k1|k2|k3, seq_sum_k1|k2|k3,
       seq_mean_k1|k2|k3, seq_max_k2|k3, of k1 = -log w, k2 = (log w)^2 / 2, k3 = w - 1 - log w. A row's statistic
       rejects the row. `reject_threshold`: one for all or one for each, an upper bound; for k1 a pair "low_high" (low

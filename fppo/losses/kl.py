@@ -32,17 +32,17 @@ _OTHER_NAMES = MappingProxyType({"kl": "k1", "mse": "k2", "low_var_kl": "k3"})
 def kl_estimate(log_probs: Tokens, ref_log_probs: Tokens, kind: str, *, mask: Mask | None = None) -> Tokens:
     """KL(policy || reference) at each sampled token, [B, T], from d = log_probs - ref_log_probs.
 
-    - "k1": d. Taken off the rewards it gives the gradient of KL(policy || reference) of whole responses, the only kind
-      that does; as a loss its expected gradient is zero (`kl_term`)
+    - "k1": d. Subtracted from the rewards it gives the gradient of KL(policy || reference) of whole responses, the only
+      kind that does; as a loss its expected gradient is zero (`kl_term`)
     - "abs": |d|. As a loss it has the gradient of twice the total variation at each token
     - "k2": d^2 / 2. As a loss it has the gradient of KL(policy || reference) at each token
     - "k3": exp(-d) - 1 + d, never negative; exponent clamped to +-20, value to 10. As a loss it has the gradient of
       KL(reference || policy) at each token, the other direction
     - with "+" ("k3+"): the value of the kind, the gradient of k2 (straight-through)
 
-    A divergence at each token is between the distributions there, under the prefixes that the policy visits: what a
-    token does to the divergence of later ones is left out. In rewards all kinds but k1 have no divergence's gradient,
-    and some point away from it (`fppo bias`). (http://joschu.net/blog/kl-approx.html.)
+    A divergence at each token is between the distributions there, under the prefixes that the policy visits: a token's
+    effect on the divergence of later ones is left out. In rewards no kind but k1 has the gradient of a divergence, and
+    some point away from it (`fppo bias`). (http://joschu.net/blog/kl-approx.html.)
 
     `ref_log_probs` is a constant to the gradient. With `mask` (bool [B, T]) the result and the gradient are 0 where it
     is False, whatever the inputs hold. Raises ValueError for an unknown kind and for unequal shapes.

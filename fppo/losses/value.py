@@ -86,8 +86,8 @@ def two_hot(
     """The cross-entropy of softmax(outputs) over K atoms to the two atoms around the return, per token, [B, T].
 
     `outputs` [B, T, K] are logits of K equidistant atoms from `low` to `high`, both included. The two atoms around the
-    return (clamped to the range) have the weights whose mean it is, all others 0; the value is the mean of the atoms
-    (`placed_values`). Farebrother et al., arXiv:2403.03950, 3.1, as in MuZero. Otherwise as `hl_gauss`.
+    return (clamped to the range) are weighted so that their mean is the return, all others by 0; the value is the mean
+    of the atoms (`placed_values`). Farebrother et al., arXiv:2403.03950, 3.1, as in MuZero. Otherwise as `hl_gauss`.
     """
     _check_outputs(outputs, old_values, returns, mask, low, high)
     count = outputs.shape[-1]

@@ -51,7 +51,7 @@ def read_parts(
     beyond = [target for target in groups if target not in known and not ignored(target)]
     unknown = {name for name in _unexpected(module, beyond) if not _is_tied_copy(module, name, groups)}
     parts: Params = {}
-    others: set[str] = set()  # of other stages
+    others: set[str] = set()  # held by other stages
     for target, sources in groups.items():
         converter = converters.get(sources[0].pattern)
         if target in unknown and converter is None:
@@ -72,8 +72,8 @@ def read_parts(
 
 
 def _unexpected(module: PreTrainedModel, names: Sequence[str]) -> set[str]:
-    """Select the stored names that transformers would complain of: it ignores some of each family, as the layers
-    that predict several tokens."""
+    """Select the stored names that transformers would report as unexpected; it ignores some in each family, such as the
+    layers that predict several tokens."""
     info = SimpleNamespace(missing_keys=set[str](), unexpected_keys=set(names))
     module._adjust_missing_and_unexpected_keys(info)  # type: ignore[arg-type]
     return info.unexpected_keys
@@ -142,7 +142,7 @@ def _converted(module: PreTrainedModel, target: str, sources: Sequence[_Stored],
 
 def _read(source: _Stored, extent: torch.Size | Extent, dtype: torch.dtype, mesh: Mesh) -> Tensor:
     """This rank's part of a stored tensor; the whole tensor if it lacks the shape of `extent`."""
-    with safe_open(source.file, "pt") as tensors:  # anew for each: an open file keeps what was read of it in memory
+    with safe_open(source.file, "pt") as tensors:  # anew each time: an open file keeps all it has read in memory
         stored = tensors.get_slice(source.name)
         shape = torch.Size(stored.get_shape())
         cut = isinstance(extent, Extent) and shape == extent.shape

@@ -54,7 +54,7 @@ class Frozen:
     `places` covers all ranks."""
 
     params: Mapping[str, Tensor] = attrs.field(repr=False)
-    shapes: Mapping[str, torch.Size]  # before the shard axis cuts them, of this rank's stage and tensor and expert cuts
+    shapes: Mapping[str, torch.Size]  # of this rank's stage, after tensor and expert cuts, before the shard axis's
     digest: str  # of all whole weights, equal on every layout
     lora: Lora
     places: Mapping[str, bool] = attrs.field(repr=False)  # the weights with factors; True: stored [in, out]
@@ -83,8 +83,8 @@ class Factors(NamedTuple):
 
 
 class Several(NamedTuple):
-    """A weight [out, in], or [in, out] if `flipped`, and the factors of several adapters, each for rows of a pass. Rows
-    of none have the weight alone."""
+    """A weight [out, in], or [in, out] if `flipped`, and the factors of several adapters, each for some rows of a pass.
+    Rows without an adapter use the weight alone."""
 
     weight: Tensor
     own: Sequence[tuple[slice | Tensor, Factors]]
@@ -92,7 +92,7 @@ class Several(NamedTuple):
 
 
 class Adapted(Tensor):
-    """A weight in a module that acts as W + scale * B @ A, or as that of several adapters, each for rows of its own.
+    """A weight in a module that acts as W + scale * B @ A, by one adapter for all rows, or by several for their own.
 
     It implements the products in which transformers' code uses weights. Any other use raises RuntimeError: it would
     see the weight without its factors.
@@ -160,7 +160,7 @@ def product(x: Tensor, parts: Parts | Several, bias: Tensor | None, linear: Call
 
 
 def add_own_(out: Tensor, x: Tensor, own: Sequence[tuple[slice | Tensor, Factors]]) -> Tensor:
-    """Adds to rows of `out` [N, out] what adapters give for these rows of `x` [N, in], outside of derivatives."""
+    """Add to `out` [N, out], in place and without gradients, each adapter's change for its rows of `x` [N, in]."""
     for rows, factors in own:
         if isinstance(rows, slice):
             out[rows].addmm_(x[rows] @ factors.a.t(), factors.b.t(), alpha=factors.scale)

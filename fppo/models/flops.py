@@ -44,8 +44,8 @@ def forward_flops(
 
     Counted are matrix products of every token with the layers' weights, of `head_tokens` tokens (all by default) with
     the head, and the scores and sums of causal attention on visible pairs. Only active experts count. Updates of
-    recurrent states are estimated as `STATE` per number of a state; chunked code needs more, by an amount of its own.
-    `shared` are the lengths of beginnings that are computed for another sequence: only the tokens after them count.
+    recurrent states are estimated as `STATE` per number of a state; chunked code needs more. `shared` are the lengths
+    of prefixes that are computed for another sequence: only the tokens after them count.
     """
     tokens = sum(lengths) - sum(shared)
     head_tokens = tokens if head_tokens is None else head_tokens

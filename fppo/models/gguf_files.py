@@ -20,10 +20,10 @@ from fppo.models.save import save, save_config
 from fppo.runtime.gguf_files import GgufHeader, read_header
 from fppo.runtime.kept import alone_in, kept_place
 
-_FORM = "1"  # of the directories: a change of what is written into them needs another
+_FORM = "1"  # the version of the directories' contents: to be raised when these change
 _FILE = "model.gguf"
 _ADVICE = "give the model's own directory, or its name on the hub"
-# how llama.cpp calls the splitting of text into digits and, between them, as GPT-2 does; transformers takes GPT-2's
+# llama.cpp's names for splitting off each digit, and other text as GPT-2 does; transformers splits only as GPT-2 does
 _DIGITS = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
 
 
@@ -31,9 +31,9 @@ def unpacked(file: Path, *, weights: bool) -> Path:
     """The directory of the model in a GGUF file: its config, its tokenizer with the chat template and, with `weights`,
     its weights dequantised to float32.
 
-    It is made once for a file, below XDG_CACHE_HOME or ~/.cache, and found again until the file or transformers
-    changes. Raises ValueError for a file that is damaged or cut off, for a model that transformers cannot read from
-    such a file or would read wrongly, and for a disk without room.
+    It is made once for a file, below XDG_CACHE_HOME or ~/.cache, and reused until the file or transformers changes.
+    Raises ValueError for a file that is damaged or cut off, for a model that transformers cannot read from such a file
+    or would read wrongly, and for a disk without room.
     """
     header = read_header(file)
     place = kept_place(file, "gguf", transformers.__version__, _FORM)
@@ -51,7 +51,7 @@ def unpacked(file: Path, *, weights: bool) -> Path:
 
 
 def _written(file: Path, header: GgufHeader, place: Path, weights: bool) -> Path:
-    with tempfile.TemporaryDirectory(prefix="fppo_") as alone:  # what lies beside the file is none of transformers'
+    with tempfile.TemporaryDirectory(prefix="fppo_") as alone:  # transformers must not read files beside it
         (Path(alone) / _FILE).symlink_to(file.resolve())
         config = _config(file, Path(alone), header)
         tokenizer = _tokenizer(file, Path(alone), header)
@@ -68,10 +68,11 @@ def _written(file: Path, header: GgufHeader, place: Path, weights: bool) -> Path
 
 
 def _config(file: Path, directory: Path, header: GgufHeader) -> PreTrainedConfig:
-    """The config as transformers reads it, with what it leaves out. Raises ValueError where that cannot be said."""
+    """The config as transformers reads it, with Llama 3's scaling of rotary positions, which it leaves out. Raises
+    ValueError for an architecture that transformers cannot read, and for other scalings that it leaves out."""
     try:
         config = AutoConfig.from_pretrained(directory, gguf_file=_FILE)
-    except Exception as error:  # transformers raises what it likes of a header that it does not know
+    except Exception as error:  # transformers may raise any exception for an unknown header
         which = f"transformers {transformers.__version__} cannot read a GGUF model of the architecture"
         text = f"{file}: {which} {header.architecture!r} ({words_of(error, 300)})"
         raise ValueError(f"{text}; {_ADVICE}") from error
@@ -90,12 +91,12 @@ def _llama3(file: Path, header: GgufHeader, config: PreTrainedConfig) -> dict[st
     """The scaling of rotary positions of Llama 3.1 and later, which the file keeps as a divisor of each frequency.
 
     Formula: llama.cpp's convert_hf_to_gguf.py, and transformers' rope type llama3. Raises ValueError for divisors that
-    are not those of any factor.
+    the formula gives for no factor.
     """
     entry, theta = header.tensors["rope_freqs.weight"], config.rope_parameters["rope_theta"]
     stored = np.fromfile(file, "<f4", count=math.prod(entry.shape), offset=entry.start).astype(np.float64)
     original, low, high, factor = 8192, 1.0, 4.0, float(stored.max())
-    share = original * theta ** (-np.arange(len(stored)) / len(stored)) / (2 * math.pi)  # turns in so many tokens
+    share = original * theta ** (-np.arange(len(stored)) / len(stored)) / (2 * math.pi)  # turns in `original` tokens
     smooth = np.clip((share - low) / (high - low), 0.0, 1.0)
     if entry.kind != "F32" or not np.allclose(stored, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
         text = "its rotary positions are scaled (rope_freqs.weight) in a way that is not Llama 3's"
@@ -125,7 +126,7 @@ def _params(file: Path, directory: Path, header: GgufHeader, model: Model) -> Pa
     of the file, and has no others."""
     config = model.whole_config
     try:
-        with BUILDING, torch.random.fork_rng(devices=[]):  # what is missing would be drawn
+        with BUILDING, torch.random.fork_rng(devices=[]):  # missing weights are drawn
             module, read = model_class(config).from_pretrained(
                 directory, gguf_file=_FILE, config=config, dtype=torch.float32, output_loading_info=True
             )
@@ -145,8 +146,8 @@ def _params(file: Path, directory: Path, header: GgufHeader, model: Model) -> Pa
 
 
 def _is_of(name: str, config: PreTrainedConfig) -> bool:
-    """Whether a tensor is one of the model's own: not angles, not a tied head that is stored again, not a layer beyond
-    the last, which predicts several tokens."""
+    """True if a tensor is a parameter of the model, and no rotary angles, stored copy of a tied head, or extra layer
+    that predicts several tokens."""
     layer = name.split(".")[1] if name.startswith("blk.") else ""
     if layer.isdigit() and int(layer) >= config.get_text_config().num_hidden_layers:
         return False

@@ -32,13 +32,13 @@ from fppo_kernels.table import Kernels, needs_compiler
 REGIONS = (BlockSeam, EmbeddingSeam, WidthSeam)  # seams around a module, which is replaced inside them
 APART = f"{ATTENTION}-apart"
 PROGRAMS = (
-    64  # of one layer's code at most, for dtypes, kinds of layers, with and without gradients; then it runs as is
+    64  # compiled variants of a layer at most (dtypes, kinds of layers, gradients or none); others run uncompiled
 )
 _ROWS, _WIDTH, _INNER = 3, 5, 4  # sizes of a module's trial
 _LARGEST_EPS = 0.1
 
 
-Inner = Mapping[str, Callable[..., Any]]  # the kernels of what stands inside the layers, by operation
+Inner = Mapping[str, Callable[..., Any]]  # the kernels inside the layers, by operation
 OWN: Inner = MappingProxyType({op: table.get(op, table.DEFAULTS[op]) for op in table.INSIDE})  # models' own code
 
 
@@ -67,8 +67,8 @@ class LayerNormForm(NamedTuple):
 
 
 class GluForm(NamedTuple):
-    """A block down(activation(gate(x)) * up(x)), by the names of its linear layers; `up` is None where one layer gives
-    gate and up, halves of its output."""
+    """A block down(activation(gate(x)) * up(x)), by the names of its linear layers; `up` is None if one layer computes
+    gate and up, as halves of its output."""
 
     gate: str
     up: str | None
@@ -173,7 +173,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def linear_form(module: nn.Module) -> LinearForm | None:
-    """The form of a linear layer; None if the module is none."""
+    """The form of a linear layer; None for other modules."""
     return LinearForm(type(module) is Conv1D) if is_linear(module) else None
 
 
@@ -267,7 +267,7 @@ def _near(actual: Any, expected: Tensor) -> bool:
 
 
 class KernelPlace(NamedTuple):
-    """Replacement for an operation's modules: `seam(module, form, kernel)`, where `form` knows one."""
+    """Replacement for an operation's modules: `form` recognises one, `seam(module, form, kernel)` takes its place."""
 
     what: str
     form: Callable[[nn.Module], Any]
@@ -279,7 +279,7 @@ class KernelPlace(NamedTuple):
         return None if form is None else self.seam(module, form, kernel)
 
 
-# by operation, in the order in which modules are sought; other operations have places in layers of Llama's kind
+# by operation, in the order in which modules are replaced; other operations have places in layers of Llama's kind
 PLACES: Mapping[str, KernelPlace] = MappingProxyType(
     {
         "glu": KernelPlace("gated activation", glu_form, GluSeam),

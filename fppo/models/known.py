@@ -17,8 +17,8 @@ KINDS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama"
 
 
 class KnownLayer(nn.Module):
-    """Replaces a layer and computes the same with kernels: `rotary` rotates the heads, `add_rms_norm` adds the residual
-    after attention and normalises it; None: the layer's own norm does."""
+    """Replaces a layer and computes the same with kernels: `rotary` rotates the heads, and `add_rms_norm` (None: the
+    layer's own code) adds the residual after attention and normalises the sum."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ def know_layers(
     rotary: Callable[..., tuple[Tensor, Tensor]],
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]] | None,
 ) -> int:
-    """Run the layers of Llama's kind in a skeleton by kernels, and count them."""
+    """Run the layers of Llama's kind in a skeleton with these kernels, and count them."""
     known = known_layers(skeleton)
     for seam in known:
         index, layer = seam._seam

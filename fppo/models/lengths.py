@@ -27,7 +27,7 @@ def positions(config: PreTrainedConfig) -> int | None:
     """The most tokens of a row that the model was made for: its max_position_embeddings, times the factor of a rope
     that is stretched ("linear", "dynamic", "yarn"); None where its config does not say.
 
-    Beyond it a table of learned positions ends, and rotary angles are such as the model has never seen.
+    Beyond it a table of learned positions ends, and the model has never seen the rotary angles.
     """
     text = config.get_text_config()
     most, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}

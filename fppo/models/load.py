@@ -43,7 +43,7 @@ from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.weights import no_weights, weight_files
 
 _PATIENCE = 4.0  # seconds for the hub to answer
-_WINDOWED = ("sliding_attention", "hybrid_sliding", "chunked_attention")  # kinds of layers that see so many tokens
+_WINDOWED = ("sliding_attention", "hybrid_sliding", "chunked_attention")  # kinds of layers with a window of tokens
 # parameter paths of value heads: token and sequence classification, GPT-2's token classification, TRL, and others
 VALUE_HEADS = ("score", "classifier", "v_head.summary", "v_head", "value_head")
 

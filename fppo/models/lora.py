@@ -261,8 +261,8 @@ def base_weights(model: Model, *, mesh: Mesh = LOCAL, dtype: torch.dtype | None 
 
 
 def decodes_merged(model: Model) -> bool:
-    """Whether an adapted model is merged to decode: if passes are in float32 or wider. In 16 bits the sum rounds away
-    changes below about 1/256 of a weight, and a quantised base must not be copied dequantised."""
+    """True if an adapted model is merged for decoding: if its base is not quantised, which would be copied dequantised,
+    and passes are in float32 or wider. In 16 bits the sum rounds away changes below about 1/256 of a weight."""
     return not model.forms and model.compute_dtype in (None, torch.float32, torch.float64)
 
 

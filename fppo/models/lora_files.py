@@ -41,8 +41,8 @@ _REFUSED = (
     *("use_dora", "lora_bias", "layer_replication", "modules_to_save", "use_qalora", "trainable_token_indices"),
     *("alora_invocation_tokens", "megatron_config", "eva_config", "corda_config"),
 )
-# modules whose weights code beside them reads, where PEFT adapts calls of modules: it refuses some, and others have no
-# effect
+# modules whose weights are read by code outside them. PEFT adapts calls of modules: it refuses some of these, and its
+# adapters of the others have no effect
 _READ = {
     **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), ("out_proj", "conv1d")),
     **dict.fromkeys(("mamba", "falcon_mamba"), ("out_proj", "conv1d", "dt_proj")),
@@ -53,10 +53,11 @@ _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", None)  # values of init_
 
 
 def read_config(directory: Path) -> Lora:
-    """Read the config of the adapter in a directory; its targets are all adapted weights by name. Dropout, a setting of
-    PEFT's own training, is ignored. Of ranks by weight it is the largest.
+    """Read the config of the adapter in a directory; its targets are all adapted weights by name. Dropout, which is for
+    PEFT's own training, is ignored. If weights have different ranks, the largest is taken.
 
-    Raises ValueError for missing files, and naming unsupported options, such as ranks that give weights other scales.
+    Raises ValueError for missing files, and, naming them, for unsupported options, such as ranks that give weights
+    different scales.
     """
     config, stored = _opened(directory)
     wrong = [f"{name} = {config[name]!r}" for name in _REFUSED if config.get(name)]
@@ -123,8 +124,8 @@ def _targets(stored: Sequence[str], config: Mapping[str, Any], directory: Path) 
 
 
 def _adapted(module: str, depth: int, config: Mapping[str, Any], directory: Path) -> list[str]:
-    """The names of a module's adapted parameters, of which there are `depth`: the config says whether it is one of
-    those whose weight is adapted, or which parameters it has."""
+    """The names of a module's `depth` adapted parameters: its weight if it is one of the config's target modules, else
+    its parameters among the target parameters."""
     modules, parameters = config.get("target_modules") or (), config.get("target_parameters") or ()
     if isinstance(modules, str):
         whole = _matches(modules, module, directory)
@@ -162,7 +163,7 @@ def load(model: Model, directory: Path, *, like: Mapping[str, Tensor], mesh: Mes
     filled up with zeros, which get no gradient.
 
     Raises ValueError that names missing or unknown factors, and those of another shape or not in floating point; and
-    for an adapter of tied embeddings, which PEFT's files mean otherwise.
+    for an adapter of tied embeddings, which PEFT applies to the embeddings alone.
     """
     if _is_tied(model):
         raise ValueError(f"{directory}: PEFT adapts {embedding_name(model)} alone, which is the vocabulary head, too")
@@ -265,8 +266,8 @@ def _config(model: Model, base: str) -> dict[str, Any]:
 
 
 def _wrapped(model: Model) -> list[str]:
-    """The adapted weights that PEFT has to know as parameters: stacks of experts, and linear layers that it would take
-    for layers inside of experts (PEFT's `convert_peft_config_for_transformers`)."""
+    """The adapted weights that the config must give as target parameters: stacks of experts, and linear layers that
+    PEFT would take for layers inside of experts (its `convert_peft_config_for_transformers`)."""
     converted = get_checkpoint_conversion_mapping(model.whole_config.model_type) is not None
     mistaken = _OF_EXPERTS if converted else ()
     return [
@@ -281,16 +282,16 @@ def _is_stack(name: str, model: Model) -> bool:
 
 
 def _end(name: str, model: Model) -> str:
-    """A parameter's name for the config: the end of a stack's name if all stacks with it are adapted, else the whole
-    name."""
+    """A parameter's name for the config: the end of a stack's name if all stacks of that end are adapted, else the
+    whole name."""
     end, frozen = ".".join(name.split(".")[-3:]), frozen_of(model.unplaced or model)
     alike = [each for each in names_of_weights(frozen.shapes) if each.endswith(f".{end}")]
     return end if _is_stack(name, model) and all(each in frozen.places for each in alike) else name
 
 
 def obstacle(model: Model) -> str | None:
-    """The reason why PEFT's files cannot hold the adapter of a model, as of a value model or of tied embeddings; None
-    if they can."""
+    """The reason why PEFT's files cannot hold a model's adapter, such as one of a value model or of tied embeddings;
+    None if they can."""
     frozen, wrapped = frozen_of(model), _wrapped(model)
     if model.head != "lm":
         return "the adapter of a value model has a value head, which PEFT's files cannot hold"

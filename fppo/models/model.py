@@ -38,8 +38,8 @@ SCORE_WEIGHT, SCORE_BIAS = "score.weight", "score.bias"
 
 @attrs.frozen
 class Span:
-    """Stage `stage` of the `stages` of a pipeline: its layers and parameters, and the shapes of the parameters outside
-    the layers that it lacks."""
+    """Stage `stage` of the `stages` of a pipeline: its layers and parameters, and the shapes of the parameters that it
+    lacks outside the layers."""
 
     layers: range
     stage: int
@@ -57,10 +57,10 @@ class Span:
 class Model:
     """A decoder-only language model without its parameters, or one with a vision tower before it.
 
-    Parameters are cast to `compute_dtype` inside a pass, but for those that transformers keeps in float32 beside it
-    (`pass_dtype`). `checkpoint_layers` recomputes layers in the backward pass, whole or, if "selective", but for their
-    attention. `compile_layers` runs layers as programs of torch.compile in
-    `hidden_states`, with other rounding. `attrs.evolve(model, checkpoint_layers=True)` changes these.
+    Parameters are cast to `compute_dtype` inside a pass, except those that transformers keeps in float32 beside it
+    (`pass_dtype`). `checkpoint_layers` recomputes layers in the backward pass, whole or, if "selective", all but their
+    attention. `compile_layers` runs layers as programs of torch.compile in `hidden_states`, which round differently.
+    `attrs.evolve(model, checkpoint_layers=True)` changes these.
     """
 
     config: PreTrainedConfig  # of the language model
@@ -74,7 +74,7 @@ class Model:
     routers: tuple[routing.Router, ...] = ()  # in the order of the layers
     stateful: tuple[int, ...] = ()  # the layers that carry a state along a row
     buffers: frozenset[str] = frozenset()  # those of `shapes` without gradient: state that checkpoints keep in buffers
-    wide: Mapping[torch.dtype, frozenset[str]] = attrs.field(factory=dict)  # kept in float32 beside others in a dtype
+    wide: Mapping[torch.dtype, frozenset[str]] = attrs.field(factory=dict)  # by dtype, those then kept in float32
     shares: bool = True  # whether tensors of the skeleton have several names, to be tied in each pass
     compute_dtype: torch.dtype | None = None
     checkpoint_layers: Recompute = False
@@ -86,7 +86,7 @@ class Model:
     frozen: Frozen | None = None  # the base of an adapted model, whose factors are `shapes` (`lora.adapt`)
     forms: codes.Forms = attrs.field(factory=dict)  # of weights in codes (`bases.quantise`)
     vision: Vision | None = None  # of a model that takes images
-    padding: int | None = None  # of a sequence classifier: the token that its score passes over at a row's end
+    padding: int | None = None  # of a sequence classifier: the padding token, which its score skips at a row's end
     _copies: threading.local = attrs.field(factory=threading.local, init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -98,7 +98,7 @@ class Model:
 
     @property
     def whole_shapes(self) -> Mapping[str, torch.Size]:
-        """The shapes of all weights before any axis cuts them, with a base's, and of weights in place of codes."""
+        """The shapes of all weights before any axis cuts them, a base's included; of quantised ones, not of codes."""
         return codes.shapes_of_weights(self.kept_shapes, self.forms)
 
     @property
@@ -385,8 +385,8 @@ def _wide(
 
 
 def state_dtype(model: Model, name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a parameter or buffer for parameters in `dtype`: buffers, and what transformers keeps in float32
-    beside `dtype`, are in float32 or wider. Factors of an adapter follow their weight."""
+    """The dtype of a parameter or buffer of a model in `dtype`: buffers, and parameters that transformers keeps in
+    float32 beside `dtype`, are in float32 or wider. Factors of an adapter follow their weight."""
     weight = name.removesuffix(FACTORS[0]).removesuffix(FACTORS[1])
     kept = name in model.buffers or weight in model.wide.get(dtype, ())
     return torch.promote_types(dtype, torch.float32) if kept else dtype
@@ -398,10 +398,10 @@ def kept_wide(model: Model, dtype: torch.dtype) -> frozenset[str]:
 
 
 def pass_dtype(model: Model, name: str, own: torch.dtype) -> torch.dtype:
-    """The dtype in which a pass takes a parameter that is kept in the dtype `own`: the compute dtype, or what
-    `state_dtype` says beside it. Buffers, codes, a value head and a bias of the vocabulary head keep their own.
+    """The dtype in which a pass uses a parameter stored in the dtype `own`: that of `state_dtype` for the compute
+    dtype. Buffers, codes, a value head and a bias of the vocabulary head keep their own.
 
-    All that makes copies of parameters for passes goes by this rule, so that copies equal what a pass makes itself.
+    Code that copies parameters for passes follows this rule, so that the copies equal a pass's own.
     """
     read = name.startswith(model.prefix) or (model.head == "lm" and not name.endswith("bias"))
     if model.compute_dtype is None or not own.is_floating_point:

@@ -30,7 +30,7 @@ _INNER = (
     "moe_shared_expert_intermediate_size",
     "ffn_hidden_size",
 )
-_PROJECTIONS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}  # with the dimension of heads
+_PROJECTIONS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}  # the weights' dimension of heads
 _QKV = re.compile(r"\bqkv_proj\.(weight|bias)$")
 _GATE_UP = re.compile(r"\bgate_up_proj(\.weight|\.bias|_bias)?$")
 _INTERLEAVED = ("gpt_oss",)  # whose gate and up projections alternate

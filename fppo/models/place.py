@@ -119,7 +119,7 @@ class Prepared:
         return staged(placed, pipeline, virtual_stages=mesh.virtual_stages, cuts=cuts)
 
     def like(self, model: Model) -> Prepared:
-        """Prepare likewise for a model that differs in its compute dtype, recomputation or the like."""
+        """The same preparation for a model that differs only in its compute dtype, recomputation or the like."""
         narrower, fewer = self.narrowed, self.dispatched
         return Prepared(
             model,
@@ -154,7 +154,7 @@ def place(model: Model, mesh: Mesh) -> Model:
 
 
 def place_beside(model: Model, other: Model, mesh: Mesh) -> Model:
-    """Place a model that is made from the tensors of another, placed one: as `place`, with the other's stages."""
+    """Place a model made from the tensors of `other`, a placed model: like `place`, with the other's stages."""
     stages = mesh["pipeline"].size * mesh.virtual_stages
     cuts = layer_spans((other.unplaced or other).plain, stages) if other.spans else None
     return prepare(model, mesh).on(mesh, cuts)
@@ -217,8 +217,8 @@ def _check_blocks(model: Model, cuts: Mapping[str, Cut]) -> None:
 
 
 def _norms(narrower: Model, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
-    """The paths of norms over a width that is cut, with its cut: modules of vectors that are cut, or that are as long
-    as a whole projection of their name (OLMoE's q_norm and k_norm, over all heads)."""
+    """The paths of norms over a width that is cut, with its cut: modules whose vectors are cut, or as long as the whole
+    projection of the same name (OLMoE's q_norm and k_norm, over all heads)."""
     found = {}
     for path, module in narrower.skeleton.named_modules():
         vectors = dict(module.named_parameters(recurse=False))

@@ -46,8 +46,8 @@ def _grouped_product(x: Tensor, weights: Tensor, *, offs: Tensor, **_: None) -> 
 
 
 class NarrowDefault(TorchFunctionMode):
-    """A context in which new tensors are in bfloat16 unless float32 is asked for, in this thread alone: torch's default
-    dtype is that of all threads, whose passes it would change.
+    """A context in which new tensors are in bfloat16 unless float32 is asked for. It acts on this thread alone, whereas
+    torch's default dtype would change the passes of all threads.
 
     A float32 result is new if neither a float32 tensor nor the dtype is among the arguments.
     """

@@ -47,7 +47,7 @@ class Probe:
     params: Params  # float32, on the CPU
     plain: PreTrainedModel
     inputs: RowInputs | None = None  # an image, and a video, if the model takes any
-    head: tuple[int, ...] = ()  # the tokens of a row up to its end
+    head: tuple[int, ...] = ()  # the tokens of a row up to the end of these
 
     def inputs_of(self, row: Tensor) -> RowInputs | None:
         """The images of a row of tokens [S] that begins with `head`; None for others."""
@@ -208,7 +208,7 @@ def _layers_of_each_kind(model: Model) -> int:
         start = f"{model.prefix}{path}."
         names = frozenset(name.removeprefix(start) for name in model.whole_shapes if name.startswith(start))
         kinds.setdefault((names, *(str(x[i]) for x in lists)), i)
-    deep = 0 if model.vision is None else model.vision.deep  # and of two stages each has one
+    deep = 0 if model.vision is None else model.vision.deep  # the first of two stages needs one more
     return min(max(1 + deep, *kinds.values()) + 1, total)
 
 

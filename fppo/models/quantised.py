@@ -23,7 +23,7 @@ from fppo_kernels.transforms import active
 Kind = Literal["int8", "nf4"]
 CODES, SCALES = ".codes", ".scales"  # suffixes of the weight's name
 BLOCK = 64  # weights with one scale in nf4
-_GAPS: Mapping[Kind, float] = {"int8": 0.51 / 127, "nf4": 0.153}  # largest error of a code, in scales
+_GAPS: Mapping[Kind, float] = {"int8": 0.51 / 127, "nf4": 0.153}  # largest error of a code, as a share of its scale
 _DIRECT = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that the library dequantises into
 
 

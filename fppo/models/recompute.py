@@ -1,4 +1,4 @@
-"""Recompute layers in the backward pass, whole or but for their attention.
+"""Recompute layers in the backward pass, whole or all but their attention.
 
 torch's selective checkpoints keep results of single operations by name. They fail for layers whose two runs differ in
 operations, such as those that gather shards. Attention is any function here: several operations, a ring with
@@ -26,7 +26,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 def recomputed(call: Callable[..., Any], how: Recompute, /, *args: Any, **kwargs: Any) -> Any:
     """Run `call(*args, **kwargs)` as a checkpoint: only its arguments are saved, and the backward pass runs it again.
-    If "selective", attention runs once, and its saved tensors but queries, keys and values are kept too."""
+    If "selective", attention runs once: its output and saved tensors are kept too, except queries, keys and values."""
     attend = kwargs.get("attend")
     if how == "selective" and attend is not None and torch.is_grad_enabled():
         kwargs["attend"], call = None, partial(_Calls().run, call, attend)
@@ -54,7 +54,7 @@ class _AttentionView(NamedTuple):
 
 
 class _OuterTensor(NamedTuple):
-    """A saved tensor held by the enclosing checkpoint, by its handle."""
+    """The handle of a saved tensor that the enclosing checkpoint holds."""
 
     holder: Any
 
@@ -141,10 +141,10 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) ->
 
 
 def _over(attend: Attend, own: Attend) -> Attend:
-    """The function `own` with the rows of `attend`, if it has any."""
+    """Replace the function of `attend` by `own`, and keep its `carry` of recurrent states, if it has one."""
     return attrs.evolve(attend, attend=own) if isinstance(attend, RowWise) else own
 
 
 def _hooks() -> Hooks | None:
-    """The current saved-tensor hooks of torch; it calls the innermost alone."""
+    """The innermost saved-tensor hooks, which are the only ones that torch calls; None without any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]

@@ -71,7 +71,7 @@ class RoutedLayer(nn.Module):
 
 
 class RouterSeam(nn.Module):
-    """Replaces a router, and acts as it without `Routes`."""
+    """Replaces a router; without `Routes` it does what the router does."""
 
     def __init__(self, number: int, router: nn.Module, experts: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Choose(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.topk, Tensor.topk) and args[0].shape[1:] == (self._experts,):  # others choose groups
+        if func in (torch.topk, Tensor.topk) and args[0].shape[1:] == (self._experts,):  # others are of groups
             if len(args[0]) != len(self._chosen):
                 raise ValueError(
                     f"a router gets {len(args[0])} tokens, and the replayed experts of {len(self._chosen)}"

@@ -61,8 +61,7 @@ def bind(
 
 @attrs.frozen(eq=False)
 class Bound:
-    """A model with its parameters, for many calls: `bind` for one of them. A thread makes calls with a skeleton of its
-    own."""
+    """A model bound to its parameters for many calls; `bind` makes a single one. Each thread calls its own skeleton."""
 
     model: Model
     inner: Inner
@@ -86,7 +85,7 @@ class Bound:
             if missing:
                 raise ValueError(f"the model's parameters {missing} are missing")
         inner = OWN if kernels is None else inner_of(kernels)
-        outside(lambda: model.own_skeleton(inner, compiled=compiled))  # the first of a kind is built here
+        outside(lambda: model.own_skeleton(inner, compiled=compiled))  # built here, outside of transforms
         base_params = _base_params(model, params)
         device = next(iter(base_params.values())).device
         woven = _woven(model, model.prefix, base_params)
@@ -189,8 +188,8 @@ def hidden_states(
 
     Operations inside the layers run on `kernels`, or as the model's own code. With `apply_layer` the layers' parameters
     need not be in `params`; it then casts and checkpoints. A stage of a pipeline returns the output of its last layer,
-    the last stage that after the norm. `routes` records the routers' choices or replays others. `longest` is the length
-    of the longest row; without it the host may wait for the device. Raises ValueError for rows longer than
+    normed on the last stage. `routes` records the routers' choices or replays those of another pass. `longest` is the
+    length of the longest row; without it the host may wait for the device. Raises ValueError for rows longer than
     `longest_row`, and for a kernel without a module to replace.
     """
     _check_length(model, positions, longest)
@@ -226,8 +225,8 @@ def hidden_states(
 
 
 def _only_span(model: Model, received: Tensor | None) -> Span | None:
-    """The single stage of a model on a pipeline axis, else None. Raises ValueError for a model that cannot run
-    alone."""
+    """The single stage of a model on a pipeline axis, else None. Raises ValueError for several stages, and unless
+    hidden states are `received` by all but the first."""
     if not model.spans:
         return None
     (span, *others), layers = model.spans, [list(span.layers) for span in model.spans]

@@ -174,7 +174,7 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file, gathered on the first rank; other ranks help and get none."""
     if any(mesh[name].rank for name in AXES if name not in ("shard", *CUTTING_AXES, "pipeline")):
-        return  # another rank with the same part helps
+        return  # another rank has the same parts
     wanted = set(names)
     for group in dict.fromkeys(chosen.made_of[name] for name in names):
         whole = {}
@@ -190,7 +190,7 @@ _FIRST_NUMBER = re.compile(r"\D*\d*")
 
 @attrs.frozen
 class SavePlan:
-    """A module on meta (None for a family without one for value heads), and the contents of its files."""
+    """The contents of a model's files, and its module on meta (None for a family without one for value heads)."""
 
     model: Model
     dtype: torch.dtype
@@ -209,7 +209,7 @@ class SavePlan:
     def write_config(self, directory: Path) -> None:
         """Write all files but the parameters': the config, the generation config, a custom model's code."""
         if self.module is not None:
-            with _without_bars():  # it would show one for no parameters
+            with _without_bars():  # it would show one even without parameters
                 self.module.save_pretrained(directory, state_dict={})
             return
         directory.mkdir()
@@ -286,7 +286,7 @@ def _filled(module: PreTrainedModel, named: Params) -> Params:
 
 
 def _made_of(convert: Callable[[Params], Params], params: Params, stored: Params) -> dict[str, Names]:
-    """The fewest parameters from which each stored tensor can be converted: one, those of a layer, or all."""
+    """The smallest group of parameters that each stored tensor can be converted from: one, a layer's, or all."""
     for place in (lambda name: name, lambda name: _FIRST_NUMBER.findall(name)[0], lambda _: ""):
         groups: dict[str, list[str]] = {}
         for name in params:

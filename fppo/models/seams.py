@@ -55,14 +55,14 @@ def take_place(seam: nn.Module, module: nn.Module) -> None:
 
 
 class Handed:
-    """Keywords of a pass for the layers of a skeleton whose model passes none on to them."""
+    """A pass's keywords for the layers of a skeleton whose model does not pass keywords on to them."""
 
     def __init__(self) -> None:
         self.keywords: dict[str, Any] = {}
 
     @contextmanager
     def over(self, keywords: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """A context in which the layers get `keywords`; it yields the model's keywords, none."""
+        """A context in which the layers get `keywords`; it yields the keywords for the model itself: none."""
         before, self.keywords = self.keywords, keywords
         try:
             yield {}

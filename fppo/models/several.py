@@ -1,6 +1,6 @@
-"""Adapters of one base side by side: each row of a pass goes by the adapter that it belongs to.
+"""Several adapters of one base in one pass, in which each row uses its own adapter.
 
-The product with a base weight is one for all rows; to it each adapter adds scale * B @ A for its own.
+All rows share one product with a base weight; each adapter then adds its scale * B @ A to its rows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fppo.models.run import Bound
 
 @attrs.frozen(eq=False)
 class Adapter:
-    """A low-rank adapter apart from its base: factors by the names of the weights, which of these are stored [in, out],
-    and for a pass those of the vocabulary head."""
+    """A low-rank adapter without its base: the factors by weight name, whether each weight is stored [in, out], and,
+    for passes, the factors of the vocabulary head."""
 
     factors: Mapping[str, Factors]
     flipped: Mapping[str, bool]
@@ -39,7 +39,7 @@ class Adapter:
 
 
 class OwnRows(NamedTuple):
-    """Rows of a pass that go by an adapter."""
+    """Rows of a pass that use an adapter."""
 
     adapter: Adapter
     rows: slice | Tensor  # or int64 [R]
@@ -49,8 +49,8 @@ def fitted(model: Model, adapter: Adapter, name: str, device: torch.device, head
     """A copy of an adapter for passes of a plain model: on a device, in the compute dtype, and the factors of the
     vocabulary head in the dtype `head`.
 
-    Raises ValueError, which gives the adapter's `name`, for one that does not fit, and for weights whose rows are not
-    those of the pass: stacks of experts, a vision tower, and layers that carry states.
+    Raises ValueError, which gives the adapter's `name`, for one that does not fit, for a model that is adapted, placed
+    or carries states, and for weights whose rows are not those of the pass: stacks of experts and a vision tower's.
     """
     what = f"adapter {name!r}"
     if model.frozen is not None:
@@ -86,8 +86,7 @@ def _copied(factors: Factors, device: torch.device, dtype: torch.dtype) -> Facto
 
 
 def beside(bound: Bound, owned: Sequence[OwnRows]) -> Bound:
-    """A model whose weights act on some rows of a pass with the factors of adapters; their other rows, and all without
-    `owned`, have the base alone."""
+    """Add adapters to a model's weights, each for its rows of a pass; other rows use the base alone."""
     if not owned:
         return bound
     tensors, start = dict(bound.tensors), len(bound.model.prefix)

@@ -102,7 +102,7 @@ def _ends(model: Model) -> dict[str, tuple[int, ...]]:
             ends[name] = (0,)
         elif not name.startswith(model.prefix) or (own in children and children.index(own) > place):
             ends[name] = (-1,)
-        else:  # modules are registered in the order in which they run, but for the last norm of some
+        else:  # modules are registered in the order in which they run, except some models' last norm
             ends[name] = (0, -1) if len(model.whole_shapes[name]) == 1 else (0,)
     return ends
 

@@ -75,8 +75,8 @@ class StatefulLayer(nn.Module):
 def put_mixers(base: PreTrainedModel, layers: Sequence[str]) -> tuple[int, ...]:
     """Replace the mixers of `base` by seams, and return the indices of the layers with one.
 
-    A mixer is a module that fills an empty cache with states in a trial. Raises ValueError for layers with states by
-    their config in which no module does so.
+    A mixer is a module that fills an empty cache with states in a trial. Raises ValueError for layers that have states
+    according to the config, but no such module.
     """
     config = base.config.get_text_config()
     numbers = stateful_layers(config)

@@ -72,7 +72,7 @@ def place_images(
 
 
 class _Numbered(NamedTuple):
-    numbers: dict[int, Tensor]  # by a row's inputs: of its features, in the order of their places
+    numbers: dict[int, Tensor]  # of a row's features, in the order of their places, by the id of its inputs
     counts: tuple[int, int]
 
 
@@ -126,7 +126,7 @@ def row_positions(model: Model, inputs: RowInputs) -> tuple[Tensor, int]:
     given = {name: inputs.tensors[name] for name in names}
     try:
         own = rule.get_rope_index(input_ids=ids.long(), mm_token_type_ids=kinds, **given)[0][:, 0]
-    except (RuntimeError, StopIteration) as error:  # its own loop over pieces and grids
+    except (RuntimeError, StopIteration) as error:  # raised by its loop over pieces and grids
         raise ValueError(
             f"a row's images or videos are split differently than model type {model.vision.config.model_type!r} "
             f"splits them: rows encoded for another model ({type(error).__name__}: {error})"

@@ -18,7 +18,7 @@ from fppo.models.vision_pass import image_features
 
 WORDS, _IDS = 48, 64  # ids below the first are words, from it on placeholders of images
 _SIDE = 4  # patches
-_FRAMES, _SECONDS = 2, 1.25  # of a video, as the vision tower sees them: each is of some frames of a file
+_FRAMES, _SECONDS = 2, 1.25  # of a video: frames, each made of several in a file, and seconds per frame
 _HEADS, _INNER = 2, 64
 
 

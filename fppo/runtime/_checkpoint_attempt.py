@@ -74,9 +74,9 @@ def _entries(directory: Path) -> list[tuple[Path, int]]:
 
 
 def make_way(path: Path) -> None:
-    """Make the path free for the checkpoint of its step: rename a checkpoint of another step after its own step.
+    """Free a path for the checkpoint that its name promises: one of another step there is renamed after its own step.
 
-    A checkpoint that is in the way there is renamed first, likewise. If that step has a right one already, the
+    A checkpoint in the way of that name is renamed first, likewise. If that step has a rightly named one already, the
     checkpoint keeps a name that no run reads. Raises OSError.
     """
     if not path.is_dir() or path == path_of(path.parent, step := step_in(path)):

@@ -1,6 +1,6 @@
 """The files of a checkpoint: what each rank wrote, and how any rows are found in them again.
 
-    shard_00000.safetensors  what the first rank holds of each leaf; of leaves that are not cut, all
+    shard_00000.safetensors  the first rank's part of each leaf; the whole leaf if it is not cut
     shard_00000.json         the rows and the digest of each of these chunks
     state.json               the manifest: plain values; dtype, whole shape, cuts and stage of each leaf; digests of the
                              other JSONs
@@ -127,8 +127,8 @@ def joined(parts: Sequence[Contents]) -> Contents:
 
 
 def _grid(part: Part) -> tuple[int, ...]:
-    """The number of ranks on each of `WRITERS` with parts of their own of a leaf; stages before its own count as
-    well."""
+    """The number of ranks on each of `WRITERS` that hold different parts of a leaf; on the pipeline axis, stages before
+    its own count as well."""
     own = {"pipeline": part.stage + 1, "shard": part.shard[1] // part.experts, "expert": part.experts}
     own |= {} if part.cut is None else {part.cut.axis: part.cutting[1]}
     return tuple(own.get(axis, 1) for axis in WRITERS)

@@ -92,7 +92,7 @@ def missing(axis: str, number: int, ranks: Sequence[int], standings: Mapping[int
 
 
 def causes(late: Sequence[int], standings: Mapping[int, Standing | None]) -> list[int]:
-    """The ranks at the ends of the chains of waiting from the `late` ones: they wait for no other rank."""
+    """The ranks that the `late` ones wait for, directly or through others, and that wait for no rank themselves."""
     seen, ranks = set(), []
     ahead = list(late)
     while ahead:

@@ -119,17 +119,17 @@ def begin_save(
 ) -> Pending:
     """Begin to write the tree `value` as the checkpoint of `step`, and afterwards drop all but the newest `keep`.
 
-    Every rank of the mesh calls it. `shapes` are the whole shapes, by path as `tree.leaves_with_paths` has it, of the
-    leaves that are sharded; they play no role if the mesh is not `mesh.sharded`. An `Extent` is one that is cut over
-    the tensor or expert axis, too, or that some ranks of the pipeline axis hold. All other leaves are equal on all
-    ranks. `free` names a field of `value` whose structure is saved too, for `load`: one that differs from step
-    to step. `notes` are kept beside it (`notes_of`). The tensors are copied before it returns, so their memory may be
-    used again; a thread writes. `parts` are written before it returns, and `value` lacks them.
+    Every rank of the mesh calls it. `shapes` are the whole shapes of the sharded leaves, by their paths in
+    `tree.leaves_with_paths`; plain ones have no effect unless `mesh.sharded`. An `Extent` is for a leaf that the tensor
+    or expert axis cuts, or that only some ranks of the pipeline axis hold. All other leaves are equal on all ranks.
+    `free` names a field of `value` whose structure differs from step to step, and is saved too, for `load`. `notes` are
+    kept beside it (`notes_of`). The tensors are copied before it returns, so their memory may be used again; a thread
+    writes. `parts` are written before it returns, and `value` lacks them.
 
     The files are written and synced under another name and renamed at the end, so a crash of any rank at any instant
-    leaves the last complete checkpoint as it was. The same state saved again is left as it is; another one for the
-    same step is an error, on every rank, and so is any with parts. Ranks wait for each other as long as there is
-    something new to see within `timeout` seconds.
+    leaves the last complete checkpoint as it was. The same state saved again is left as it is; a different state for
+    the same step is an error, on every rank, and so is any with `parts`. Ranks wait for each other as long as the draft
+    changes at least every `timeout` seconds.
     """
     if parts is None:
         tree.check_here(value, "a checkpoint")
@@ -167,7 +167,7 @@ def write_part(
     """Write the subtree of a state at `path` into a draft, in files whose numbers begin with `first`. Every rank of its
     mesh calls; the caller that saves the remaining state commits the draft.
 
-    `shapes` are those of `begin_save`, by paths in `value`; leaves that are elsewhere are left out.
+    `shapes` are those of `begin_save`, by paths in `value`; leaves in other processes are left out.
     """
     share = _Share.of(value, path, mesh, shapes)
     if share.number is not None and share.tensors:
@@ -187,7 +187,7 @@ class _Share:
 
     @staticmethod
     def of(value: Any, path: str, mesh: Mesh, shapes: Mapping[str, torch.Size | Extent]) -> _Share:
-        """This rank's share of the tree at `path`, without leaves that are elsewhere. A collective of the mesh."""
+        """This rank's share of the tree at `path`, without leaves in other processes. A collective of the mesh."""
         every = {path + name: leaf for name, leaf in tree.leaves_with_paths(value)}
         leaves = {name: leaf for name, leaf in every.items() if not isinstance(leaf, tree.Away)}
         tensors = {name: x.detach() for name, x in leaves.items() if isinstance(x, Tensor)}
@@ -303,7 +303,7 @@ def load(
 ) -> T:
     """Load the tree that a mesh of any shape saved, in the structure and on the devices of `template`.
 
-    The template's values do not matter; results are in pinned memory where it is. With `donate` results take over the
+    The template's values do not matter; where it is in pinned memory, results are. With `donate` results take over the
     template's own memory, once the checkpoint is known to fit. The field `free`, if `begin_save` got it too, has the
     structure that was saved; its tensors, and those that `template` has on meta, are loaded onto `device`. With `part`,
     a path like ".actor.params", template, shapes and result are the subtree there, and nothing else is read. Leaves of
@@ -346,7 +346,7 @@ def _memory(x: Tensor, device: torch.device | None, *, donated: bool) -> Tensor:
         return torch.empty(x.shape, dtype=x.dtype, device=device)
     if donated:
         return x
-    # not the file's own: its layout aligns tensors otherwise, and kernels then round otherwise
+    # not the file's own memory: its tensors are aligned differently, and kernels then round differently
     return torch.empty(x.shape, dtype=x.dtype, device=x.device, pin_memory=x.is_pinned())
 
 

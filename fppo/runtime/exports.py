@@ -75,8 +75,8 @@ def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def adding(directory: str | os.PathLike[str], names: Iterable[str]) -> Iterator[None]:
-    """A context in which files with these names are written into an export. They are listed before, so that another
-    export replaces them, and flushed at the end. Raises ValueError for an export that has others of these names."""
+    """A context in which files with these names are written into an export. They are entered in its list first, so that
+    another export may replace them, and flushed at the end. Raises ValueError if other files have these names."""
     target, added = Path(directory), list(names)
     before = _saved(target)
     if others := sorted({name for name in added if (target / name).exists()} - before):
@@ -93,7 +93,7 @@ def check_replaceable(directory: str | os.PathLike[str]) -> None:
     """Raise ValueError unless an export may be written to the directory: it is missing, empty, or holds an earlier
     export and nothing else."""
     target = Path(directory)
-    if not os.path.exists(target):  # which a name that is too long does not raise
+    if not os.path.exists(target):  # which, unlike Path's, raises nothing for too long a name
         return
     if not target.is_dir():
         raise ValueError(f"{target} is a file, which a model does not replace; give a new directory")

@@ -27,7 +27,7 @@ _GRACE = 2.0  # seconds in which a rank may end by itself once another has faile
 
 
 def not_done(store: Store, ranks: Iterable[int]) -> list[int]:
-    """Select the ranks whose monitors have not finished; the store is theirs."""
+    """Select the ranks whose monitors have not finished, by the `store` that the ranks share."""
     kept = PrefixStore(MONITOR, store)
     return [rank for rank in ranks if not kept.check([_done(rank)])]
 
@@ -59,7 +59,7 @@ class Monitor:
 
     `beside` watches another thread of the process, over process groups of its own.
 
-    The store's keys must be of this start of the ranks alone. Without the store the first error is unknown; then the
+    Each start of the ranks needs keys of its own in the store. Without the store the first error is unknown; then the
     last rank reports, since the first may hold the store.
     """
 
@@ -107,8 +107,8 @@ class Monitor:
         self._thread.join(_GRACE)  # the thread is stuck if the store hangs
 
     def _claim(self, text: str, *, alone: bool) -> bool:
-        """Claim an error; return whether it is the first of all ranks. Without the store: if `alone`, or on the last
-        rank."""
+        """Claim an error; return whether it is the first of all ranks. Without the store it counts as the first if
+        `alone`, or on the last rank."""
         mine = json.dumps([self._rank, text])
         self._mine = mine.encode()
         try:
@@ -120,8 +120,8 @@ class Monitor:
         return first == self._mine
 
     def _say_foreign(self, claim: bytes) -> bool:
-        """Report a claim that no rank has made, if that is this rank's task; whether it was. The rank that the claim
-        names reports it, or the first rank if it names none."""
+        """Report a claim that no rank has made, if that is this rank's task, and return whether it was. The rank that
+        the claim names reports it, or the first rank if it names none."""
         try:
             rank = json.loads(claim)[0]
         except (ValueError, LookupError, TypeError):

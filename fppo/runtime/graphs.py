@@ -13,7 +13,8 @@ Record = Callable[[Run], Run]
 
 
 def as_graphs(device: torch.device, *, tidy: bool = False) -> Record:
-    """A function that records others as CUDA graphs in one memory pool: results of a replay hold until any next replay.
+    """Make a function that records others as CUDA graphs in one memory pool. The results of a replay are valid until
+    the next replay of any of them.
 
     A function's first call runs it plainly, which compiles its kernels; the second records it, with `tidy` after
     freeing unused memory.

@@ -7,11 +7,11 @@ from collections import deque
 
 
 class InOrder:
-    """A lock for one thread at a time, first come, first served, though one thread comes again at once."""
+    """A lock for one thread at a time, first come, first served, even if a thread asks again at once."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._there: deque[object] = deque()  # the first is in
+        self._there: deque[object] = deque()  # the first holds the lock
 
     def __enter__(self) -> None:
         own = object()

@@ -1,4 +1,4 @@
-"""Directories that are made of a file once on a machine, and found again. No torch."""
+"""Cached directories, each made from a file once on a machine, and then reused. No torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 
 def kept_place(file: Path, kind: str, *made_by: str) -> Path:
-    """The place of what is made of a file, below XDG_CACHE_HOME or ~/.cache.
+    """The directory for what is made from a file, below XDG_CACHE_HOME or ~/.cache.
 
-    Its name has a digest of the file's path, size and time, and of `made_by`, versions of what makes it. Raises OSError
-    for a file that is not there.
+    Its name has a digest of the file's path, size and time of change, and of `made_by`, the versions of the code that
+    makes it. Raises OSError for a file that is not there.
     """
     stat = file.stat()
     own = [os.path.realpath(file), str(stat.st_size), str(stat.st_mtime_ns), *made_by]
@@ -25,7 +25,7 @@ def kept_place(file: Path, kind: str, *made_by: str) -> Path:
 
 @contextlib.contextmanager
 def alone_in(place: Path) -> Iterator[None]:
-    """A context in which no other process of the machine makes things in a directory, which is made; they wait."""
+    """A context in which this process alone uses a directory, made if needed; others in such a context wait."""
     place.mkdir(parents=True, exist_ok=True)
     with (place / "lock").open("w") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX)

@@ -124,7 +124,7 @@ def _axes(
 
 
 def visible(gpus: Sequence[int], now: str | None) -> str:
-    """The CUDA_VISIBLE_DEVICES of a child process for these GPUs, counted in a process with the variable `now`."""
+    """A child process's CUDA_VISIBLE_DEVICES for these GPUs, as numbered in a process whose own variable is `now`."""
     names = None if now is None or not now.strip() else now.split(",")
     return ",".join(str(gpu) if names is None else names[gpu].strip() for gpu in gpus)
 
@@ -200,8 +200,8 @@ def _environment(rank: int, ranks: int, port: int, attempt: int) -> dict[str, st
 
 @contextlib.contextmanager
 def _passed_on() -> Iterator[tuple[list[subprocess.Popen[bytes]], list[int]]]:
-    """A context with a list of processes, to be filled, that get every SIGINT and SIGTERM of this one, and the list of
-    received signals."""
+    """A context that forwards every SIGINT and SIGTERM to the processes of a list, and at its end kills those that
+    still run. It yields the list, to be filled, and the list of received signals."""
     children: list[subprocess.Popen[bytes]] = []
     asked: list[int] = []
 

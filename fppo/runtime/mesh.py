@@ -25,7 +25,7 @@ T = TypeVar("T")
 AXES = ("pipeline", "replicate", "shard", "expert", "sequence", "context", "tensor")
 DATA_AXES = ("replicate", "shard", "expert")  # the axes whose ranks hold different rows
 CUTTING_AXES = ("expert", "tensor")  # the axes over which a layout cuts parameters, each parameter over one
-SHARD_AXES = ("shard", "expert")  # the axes over which rows of parameters are sharded as over one, the last one fastest
+SHARD_AXES = ("shard", "expert")  # rows of parameters are sharded over both as over one axis, the last one fastest
 DENSE = "shard-expert"  # the name of that joint axis, where both are wider than one rank; not among `AXES`
 _OPS = {Sum: dist.ReduceOp.SUM, Max: dist.ReduceOp.MAX, Min: dist.ReduceOp.MIN}
 BUCKET_BYTES = 25 * 2**20  # size of one all-reduce of many tensors
@@ -99,7 +99,7 @@ class Mesh:
 
     @property
     def cuts(self) -> bool:
-        """Whether any axis leaves a rank with less than all whole parameters."""
+        """Whether any axis leaves ranks with only some of the parameters, or with parts of them."""
         return self.sharded or any(self[name].size > 1 for name in (*CUTTING_AXES, "pipeline"))
 
     @staticmethod
@@ -124,7 +124,7 @@ class Mesh:
 
 
 def with_dense(axes: Mapping[str, Axis], ranks: Tensor, rank: int, limit: timedelta | None = None) -> dict[str, Axis]:
-    """Extend the axes of a mesh of `ranks`, given in order, by `SHARD_AXES` as one if there is an expert axis, with a
+    """If there is an expert axis, add `SHARD_AXES` as one axis to those of a mesh of `ranks`, given in order, with a
     new process group, whose collectives time out after `limit`. All processes must call.
 
     Raises ValueError for an expert axis before the shard axis: torch's groups have their ranks in order.
@@ -148,7 +148,7 @@ def lines_of(ranks: Tensor, names: Sequence[str], axes: Sequence[str]) -> list[l
 
 
 def with_lanes(axes: Mapping[str, Axis], ranks: Tensor, rank: int, limit: timedelta | None = None) -> dict[str, Axis]:
-    """Extend the pipeline axis of a mesh of `ranks` by process groups to and from either neighbour around it, whose
+    """Extend the pipeline axis of a mesh of `ranks`, as a ring, by process groups to and from each neighbour, whose
     messages time out after `limit`. All processes must call."""
     axis = axes.get("pipeline", Axis())
     if axis.size == 1:

@@ -102,7 +102,8 @@ class Watch:
             return calls + 1
 
     def message(self, axis: str, size: int, source: int, target: int) -> tuple[str, int]:
-        """Count a message between two ranks, at either of them, and return its line and its number there, from 1."""
+        """Count a message, at either of its two ranks. Returns its line, the axis with both ranks as text, and its
+        number on that line, from 1."""
         line = f"{axis} from rank {source} to rank {target}"
         self.count(axis, size)
         with self._lock:

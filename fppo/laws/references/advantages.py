@@ -330,7 +330,7 @@ def reverse_kl(
     limit: float | None = None,
     score_coef: float = 0.0,
 ) -> Advantages:
-    """Less coef times the discounted sum of the log-ratios from here on, plus the score against the group's others."""
+    """-coef times the discounted sum of the log-ratios from each token on, plus score_coef times `rloo`."""
 
     def of_row(own: Numbers, teacher: Numbers) -> tuple[Numbers, Numbers]:
         apart = _less(own, teacher)

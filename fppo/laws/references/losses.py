@@ -187,7 +187,8 @@ def dppo_kl(
     clip_high: float = 0.2,
     max_ratio: float = 20.0,
 ) -> Result:
-    """`dppo_tv` with the KL divergence of "this token or another" as the distance, or moved against the advantage."""
+    """`dppo_tv` with the KL divergence of "this token or another" as the distance; tokens that moved against the
+    advantage are kept too."""
 
     def of_token(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
         p, q = x.exp(), y.exp()

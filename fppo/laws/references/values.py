@@ -93,7 +93,7 @@ def hl_gauss(
 
 
 def two_hot(outputs: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, low: float, high: float) -> Result:
-    """The cross-entropy to the two of K atoms around the return, with the weights whose mean it is."""
+    """The cross-entropy to the two of K atoms around the return, weighted so that their mean is the return."""
 
     def of_token(logits: Tensor, old: Tensor, goal: float) -> Tensor:
         goal, count = min(max(goal, low), high), len(logits)
