@@ -64,7 +64,7 @@ def ending() -> Iterator[None]:
 def write_chat(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generation: bool, options: ChatOptions = PLAIN
 ) -> str:
-    """The text of messages as they are, whatever the template leaves out of them: for questions about the template.
+    """Render messages as they are, without checking what the template leaves out of them: to probe the template.
     Templates raise any exception."""
     with ending():
         return tokenizer.apply_chat_template(
@@ -85,7 +85,7 @@ def shown_chat(
     sampled: bool = False,
 ) -> Shown:
     """A conversation in the form that the template reads, and its text; with `generation` up to the assistant's turn.
-    In the last message a policy's own words may stand, which are `sampled`: what a template makes of them is its own.
+    With `sampled` the last message holds a policy's own words, of which the template may leave some out.
 
     Raises ValueError naming the messages and fields of which the template leaves something out, or writes it twice.
     Templates raise any exception.

@@ -85,12 +85,13 @@ def digest_of_demonstrations(demonstrations: DemonstrationSet) -> dict[str, str]
 def imitated_conversation(
     tokenizer: Any, messages: Sequence[Message], *, turns: ImitatedTurns = "all", options: ChatOptions = PLAIN
 ) -> list[Imitated]:
-    """The rows of a conversation that ends with the assistant's message: its turns, or the last one, are imitated.
+    """Make rows of a conversation that ends with the assistant's message: all of the assistant's turns, or the last
+    one, are imitated.
 
-    The tokens before a turn are those of the prompt that a policy would answer there, and the turn's end with the
-    template's end of a turn, so training sees what sampling does. Turns share a row as long as the template only
-    appends; one that renders earlier turns otherwise later, as without their thoughts, gives a row for each. Raises
-    ValueError for a template that writes something else than its own prompt before an answer.
+    The tokens before a turn are the prompt that a policy would answer there, and a turn ends with the template's end of
+    a turn: training and sampling see the same. Turns share a row as long as the template only appends. If it later
+    renders earlier turns differently, such as without their thoughts, there is a row for each. Raises ValueError for a
+    template that writes something else than its own prompt before an answer.
     """
     end = end_of_turn(tokenizer, options=options)
     mark = "" if end is None else tokenizer.decode([end])
@@ -118,7 +119,7 @@ def imitated_conversation(
 
 
 def _answer(before: str, whole: str) -> str:
-    """The text of a conversation behind the prompt of its last turn, which may differ in the white space between them.
+    """The part of a conversation's text after the prompt of its last turn; the white space between them may differ.
     Raises ValueError for other differences."""
     if whole.startswith(before):
         return whole[len(before) :]
@@ -142,7 +143,8 @@ def encode_demonstrations(
     chat: ChatOptions = PLAIN,
     problems: Problems | None = None,
 ) -> DemonstrationSet:
-    """Encode rows as demonstrations: the prompts of `fields`, and what `answers` says is imitated.
+    """Encode rows as demonstrations: the prompts of `fields`, with the responses or turns to imitate that `answers`
+    names.
 
     Without a chat template a response ends with the tokenizer's end token. `over_long` is the rule for rows of more
     than `max_tokens`: "error" names them, "drop" leaves them out, "truncate" cuts their end. Raises ValueError naming
@@ -190,7 +192,7 @@ def encode_demonstrations(
 
 def _too_large(row: Row, answers: Answers, fields: Fields, most: int, limit: int) -> str | None:
     """A complaint about a row with more characters, or more messages, than `limit` tokens can have: templates and
-    tokenizers take minutes for it. None for other rows."""
+    tokenizers take minutes for such a row. None for other rows."""
     texts, count = [], 0
     for name in _texts_of(answers, fields):
         with contextlib.suppress(BadField, ValueError):
@@ -224,7 +226,8 @@ def _inside(value: Any) -> Iterator[str]:
 
 
 def _shortened(row: Row, answers: Answers, fields: Fields, most: int, limit: int) -> Row:
-    """The row with only so much of its texts and messages as its first `limit` tokens can be of."""
+    """Cut a row's texts to `most` characters, and its messages to `limit` or the assistant's next one after that:
+    enough for its first `limit` tokens."""
 
     def short(value: Any) -> Any:
         if isinstance(value, str):
@@ -292,7 +295,7 @@ def _conversation(row: Row, fields: Fields, name: str) -> tuple[list[dict[str, A
     value, filled = lookup(row.fields, name), row.filled
     if isinstance(value, str):
         value, filled = from_text(value, name), False
-    elif hasattr(value, "tolist"):  # numpy's, as pandas has them
+    elif hasattr(value, "tolist"):  # a numpy array, as pandas has them
         value = value.tolist()
     if not isinstance(value, list | tuple):
         raise BadField(f"field {name!r}: not a list of messages")

@@ -1,7 +1,7 @@
-"""Curricula: the choice of the next prompts by what is known of them, as pure functions over a state.
+"""Curricula: the choice of the next prompts by earlier scores or by sources, as pure functions over a state.
 
-A curriculum is a value of functions, as an optimizer is. Its state is an immutable tree that a run saves, so a run that
-goes on from a checkpoint draws the same prompts.
+A curriculum is a record of functions, as an optimizer is. Its state is an immutable tree that a run saves, so a run
+that goes on from a checkpoint draws the same prompts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Curriculum(NamedTuple):
     """A way to choose prompts. All four are pure functions; states are trees of tensors, numbers and `@state` records.
 
     `choose` returns int64 [size], indices of prompts, and reads nothing but its arguments: `step` is the number of the
-    run's step, from 0, and `key` differs for every draw. `update` gets one index and one score for each response,
-    int64 [B] and float64 [B], in which nan is a missing score. A score is the reward without terms that shape it, as a
+    run's step, from 0, and `key` differs for every draw. `update` gets one index and one score for each response, int64
+    [B] and float64 [B], in which nan is a missing score. A score is the reward without terms that shape it, such as a
     penalty for length.
     """
 
@@ -53,7 +53,7 @@ def systematic(weights: Tensor, start: float, size: int) -> Tensor:
 
     The line from 0 to `size` is divided into N parts of the lengths size * w_i / sum(w). Index i comes once for each of
     the points start, start + 1, ... inside of its part. With `start` uniform in [0, 1) the expected number of draws of
-    i is exactly size * w_i / sum(w), and each single number is that one rounded down or up (W. G. Madow, 1949, Annals
+    i is exactly size * w_i / sum(w), and each actual number is that one rounded down or up (W. G. Madow, 1949, Annals
     of Mathematical Statistics 20). Raises ValueError for weights that are negative, not finite, or all 0.
     """
     weights = weights.double()
@@ -68,8 +68,8 @@ def systematic(weights: Tensor, start: float, size: int) -> Tensor:
 def draw_by_weights(weights: Tensor, key: Key, size: int, *, strata: Tensor | None = None) -> Tensor:
     """Draw `size` prompts, each as often as its weight [N] says, int64 [size] in random order.
 
-    This is `systematic` sampling of the prompts in a random order. With `strata`, int64 [N], the prompts of one
-    stratum lie together, so that its number in a batch is the expected one, rounded down or up.
+    This is `systematic` sampling of the prompts in a random order. With `strata`, int64 [N], the prompts of one stratum
+    are adjacent, so that its number of draws is the expected one, rounded down or up.
     """
     order = key.fold("order").uniform(torch.arange(len(weights)), 1)[:, 0].argsort(stable=True)
     if strata is not None:
@@ -128,7 +128,7 @@ def _with_uniform(weights: Tensor, explore: float, known: SuccessRates) -> Tenso
 
 
 def _numbers_of(names: tuple[str, ...]) -> tuple[Tensor, tuple[str, ...]]:
-    """The number of each name among the sorted distinct ones, int64 [N], and these."""
+    """The index of each name among the sorted distinct names, int64 [N], and the distinct names."""
     distinct = tuple(sorted(set(names)))
     numbers = {name: number for number, name in enumerate(distinct)}
     return torch.tensor([numbers[name] for name in names]), distinct
@@ -174,7 +174,7 @@ def learnability(
     decay: the factor of a prompt's earlier counts whenever it is seen again, since the policy has changed.
     explore: the share of draws that is uniform over all prompts.
     low, high: the scores of a failure and of a success; those between count in part.
-    keep_sources: draw from each source as many prompts as its share of all; only inside of one are they preferred.
+    keep_sources: draw from each source in proportion to its prompts; prompts are preferred only within a source.
     """
     _check(decay=(decay, 0.0, 1.0), prior=(prior, _LEAST, math.inf), explore=(explore, 0.0, 1.0))
     _check_scores(low, high)
@@ -251,10 +251,10 @@ def mixture(
 ) -> Curriculum:
     """Draw from each source by a weight, which may change over the steps of the run.
 
-    The share of source k is (1 - x) begin_k / sum(begin) + x end_k / sum(end) with x = min(step / steps, 1), and the
-    same for all of its prompts. A source that is not named has weight 0. Without `begin` it is n_k^power for a source
-    of n_k prompts: 1 draws all prompts alike, 0 all sources alike, and what is between favors small ones (Conneau and
-    Lample, 2019, arXiv:1901.07291, 3.1). Without `end` the weights stay.
+    The share of source k is (1 - x) begin_k / sum(begin) + x end_k / sum(end) with x = min(step / steps, 1), divided
+    equally among its prompts. A source that is not named has weight 0. Without `begin` the weight of a source of n_k
+    prompts is n_k^power: power 1 draws all prompts alike, 0 all sources alike, and values between favour small sources
+    (Conneau and Lample, 2019, arXiv:1901.07291, 3.1). Without `end` the weights stay.
     """
     _check(steps=(steps, 1, math.inf), power=(power, 0.0, math.inf))
     for name, weights in (("begin", begin), ("end", end)):
@@ -293,7 +293,7 @@ def mixture(
 
 
 def _check_shares(name: str, weights: Mapping[str, float] | None) -> None:
-    """Raise ValueError for weights of sources that are no table of numbers, or none above 0."""
+    """Raise ValueError unless the weights of sources are a table of finite numbers of 0 or more, with one above 0."""
     if weights is None:
         return
     numbers = isinstance(weights, Mapping) and all(

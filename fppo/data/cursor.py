@@ -38,7 +38,8 @@ Order = Callable[[int], Sequence[int]]  # from an epoch's number to indices of p
 
 
 def checked_order(order: Sequence[int], count: int, name: str) -> list[int]:
-    """An epoch's order by the function `name`, as ints. Raises ValueError if it is empty or outside 0 to count - 1."""
+    """Convert an epoch's order, given by the function `name`, to ints. Raises ValueError if it is empty or outside 0 to
+    count - 1."""
     indices = [int(i) for i in order]
     wrong = [i for i in indices if not 0 <= i < count]
     if wrong or not indices:
@@ -112,7 +113,7 @@ def chosen_indices(
 ) -> tuple[list[int], DataCursor]:
     """The indices of the `size` prompts of `count` that a curriculum chooses, and the cursor after them.
 
-    Raises ValueError for a cursor without its state, and for indices that are none or not so many.
+    Raises ValueError for a cursor without its state, for invalid indices, and for another number of them.
     """
     course = cursor.course
     if course is None:
@@ -127,14 +128,14 @@ def chosen_indices(
 
 @attrs.frozen(kw_only=True)
 class Learn:
-    """Adds the scores of responses to what the cursor's curriculum knows of their prompts, and reports it."""
+    """Update the cursor's curriculum with the scores of responses, and report its numbers."""
 
     curriculum: Curriculum
     numbers: Mapping[str, int]  # the index of each prompt by its id
 
     @staticmethod
     def of(curriculum: Curriculum, prompts: PromptSet) -> Learn:
-        """Learn of these prompts. Raises ValueError for ids that are not unique."""
+        """Make a `Learn` for these prompts. Raises ValueError for ids that are not unique."""
         numbers = {name: number for number, name in enumerate(prompts.ids)}
         if len(numbers) < len(prompts.ids):
             twice = next(name for number, name in enumerate(prompts.ids) if numbers[name] != number)

@@ -106,7 +106,7 @@ def _too_long(
     asked: Sequence[tuple[Row, Example]], tokenizer: Any, limit: int, over_long: OverLong, problems: Problems
 ) -> set[int]:
     """The numbers of prompts too long for `limit` tokens even if each were the vocabulary's longest: tokenizers take
-    minutes for many megabytes. There are none where prompts are truncated.
+    minutes for many megabytes. Empty if prompts are to be truncated.
 
     Raises ValueError that names them, after all problems noted so far, if `over_long` is "error".
     """
@@ -126,7 +126,7 @@ def _too_long(
 
 
 def most_characters(tokenizer: Any, limit: int) -> int:
-    """The most characters of a text of at most `limit` tokens, and no fewer than any text may have."""
+    """An upper bound of the characters in a text of `limit` tokens, at least `_SHORT`."""
     return max(_SHORT, limit * max(map(len, tokenizer.get_vocab())))
 
 

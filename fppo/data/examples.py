@@ -101,7 +101,7 @@ def example_of(row: Row, fields: Fields, problems: Problems) -> Example | None:
     if (wrong := _unreadable(row)) is not None:
         problems.add(wrong, at=row.place)
         return None
-    faults: dict[str, None] = {}  # one of a field that is read twice is one
+    faults: dict[str, None] = {}  # the fault of a field that is read twice counts once
     for name, read in readers.items():
         try:
             values[name] = read(row, fields)
@@ -157,7 +157,7 @@ def _prompt(row: Row, fields: Fields) -> str | list[dict[str, Any]]:
         if messages is None:
             return [{"role": "user", "content": value}] if fields.chat else value
         value, filled = messages, False
-    elif hasattr(value, "tolist"):  # numpy's, as pandas has them
+    elif hasattr(value, "tolist"):  # a numpy array, as pandas has them
         value = value.tolist()
     if isinstance(value, (list, tuple)) and fields.chat:
         before = _parted(value, fields.prompt)[0] if fields.ground_truth == fields.prompt else value
@@ -167,7 +167,8 @@ def _prompt(row: Row, fields: Fields) -> str | list[dict[str, Any]]:
 
 
 def _parted(messages: Sequence[Any], name: str) -> tuple[Sequence[Any], Any]:
-    """The messages before the assistant's last one, and its content. Raises BadField if it is not the last of all."""
+    """Split off the assistant's last message: the messages before it, and its content. Raises BadField if the last
+    message is another one."""
     *before, last = messages or [None]
     if not isinstance(last, Mapping) or last.get("role") != "assistant":
         text = "does not end with a message of the assistant, which would be the true answer"
@@ -181,7 +182,7 @@ def _ground_truth(row: Row, fields: Fields) -> Any:
         return None
     value = lookup(row.fields, fields.ground_truth)
     if fields.chat and fields.ground_truth == fields.prompt:
-        plainly = value.tolist() if hasattr(value, "tolist") else value  # numpy's, as pandas has them
+        plainly = value.tolist() if hasattr(value, "tolist") else value  # a numpy array, as pandas has them
         messages = from_text(plainly, fields.prompt) if isinstance(plainly, str) else plainly
         value = _parted(messages, fields.prompt)[1] if isinstance(messages, (list, tuple)) else value
     if value is None:
@@ -237,8 +238,9 @@ def lookup(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def check_fields(rows: Sequence[Row], named: Mapping[str, str | None], problems: Problems) -> None:
-    """Raise FieldError for fields, or fields of templates, that none of the rows has, with the `problems` so far;
-    `named` has the fields by the settings that give them. A field that some rows lack is a fault of these rows."""
+    """Raise FieldError, with the `problems` so far, for fields that no row has, those of templates included. `named`
+    holds fields and templates by the settings that name them. A field that only some rows lack is a fault of these
+    rows."""
     lines = []
     for setting, name in named.items():
         for field in [] if name is None else fields_in(name):
@@ -254,7 +256,7 @@ def check_fields(rows: Sequence[Row], named: Mapping[str, str | None], problems:
 
 
 def fields_in(name: str) -> list[str]:
-    """The field of this name, or those of a template."""
+    """The fields of a setting: the one of this name, or those of a template."""
     return [field for _, field, _, _ in _pieces(name) if field] if "{" in name else [name]
 
 
@@ -281,7 +283,7 @@ def _nearest_field(name: str, fields: Mapping[str, Any]) -> str | None:
 
 
 def _pieces(template: str) -> list[tuple[str, str | None, str | None, str | None]]:
-    """The texts of a template and the fields between them. Raises ValueError if it is none."""
+    """The texts of a template and the fields between them. Raises ValueError for text that is no template."""
     try:
         return list(string.Formatter().parse(template))
     except ValueError as error:
@@ -411,8 +413,8 @@ def messages_of(
 
     Null content next to calls, thoughts or a refusal becomes "", and parts that are all text one text. Nulls are left
     out of a message's own fields, with `filled` at any depth: Arrow fills them in for fields of other rows. Raises
-    BadField for values that are no message, and for a conversation that ends with the assistant's, or, if it is to be
-    `answered`, does not.
+    BadField for values that are no message, and for a conversation that ends with the assistant's message, or, if it
+    must be `answered`, with another.
     """
     if not value:
         raise BadField(f"field {name!r}: no messages")

@@ -83,9 +83,9 @@ class ImageReader:
         return tokens.tolist(), RowInputs(tensors, places, shown, video_places, shown_of)
 
     def joined(self, parts: Sequence[Sequence[int] | bytes]) -> tuple[list[int], RowInputs | None]:
-        """The tokens of parts one behind the other, ids or the bytes of an image's file, and the images' inputs.
+        """Concatenate parts, each token ids or the bytes of an image file; return the tokens and the images' inputs.
 
-        An image has the tokens from its first to its last placeholder; what stands around these is for ids to say.
+        An image adds the tokens from its first to its last placeholder; tokens around these must be given as ids.
         Raises ValueError for bytes that are no image, for placeholders among ids, and for a processor that reads images
         together otherwise than one by one; processors raise any exception.
         """
@@ -109,7 +109,7 @@ class ImageReader:
         return tokens, RowInputs(tensors, places, shown, shown_of=shown_of)
 
     def _seen(self, pictures: Sequence[Any]) -> tuple[list[int], Mapping[str, Any]]:
-        """The tokens from the first to the last placeholder of images, and what the processor gives for them."""
+        """The tokens from the first to the last placeholder of images, and the processor's outputs for them."""
         out = self.processor(text=[self.processor.image_token * len(pictures)], images=[*pictures], return_tensors="pt")
         tokens: list[int] = out["input_ids"][0].tolist()
         places = [place for place, token in enumerate(tokens) if token == self.token]
@@ -218,8 +218,8 @@ def _filled(part: Mapping[str, Any], left: Mapping[str, Iterator[Any]], items: l
 
 
 def _by_image(name: str, x: Any, rows: bool) -> Tensor:
-    """A processor's tensor with images or patches as first dimension: with `rows`, the dimension of rows (or of videos)
-    before it is flattened in."""
+    """A processor's tensor with images or patches as first dimension. With `rows` a dimension of rows, or of videos,
+    comes before that, and is flattened in."""
     if not isinstance(x, Tensor):
         raise ValueError(f"the processor gives {name} as {type(x).__name__}, not as one tensor")
     return x.flatten(0, 1) if rows else x

@@ -9,10 +9,10 @@ from typing import Any
 from fppo._errors import json_of
 
 Message = Mapping[str, Any]
-REASONING = ("reasoning_content", "reasoning", "thinking")  # names of what an assistant thought
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of the field of an assistant's thoughts
 CALLS = ("tool_calls", "function_call")
 ALIASES = {"developer": "system", "function": "tool"}  # roles by the names that most templates know
-INSTEAD = (*CALLS, *REASONING, "refusal")  # fields of what an assistant may say in the place of a content
+INSTEAD = (*CALLS, *REASONING, "refusal")  # fields that an assistant's message may have in place of content
 MARKS = {"image": "<image>", "video": "<video>"}  # placeholder of a prompt's next image or video in its text
 
 
@@ -25,11 +25,11 @@ class BadMessage(ValueError):
 
 
 def canonical(message: Message) -> dict[str, Any]:
-    """A message in OpenAI's form: what was thought is its reasoning_content, a refusal its content, and each call is
-    one of its tool_calls, with arguments as values where these are JSON.
+    """Convert a message to OpenAI's form: thoughts become reasoning_content, a refusal becomes content, and calls
+    become tool_calls, whose arguments are parsed if they are JSON.
 
-    Fields without a value are left out; those that are not known stay. Raises BadMessage for fields that say different
-    things of the same, and for values that are no thoughts or calls.
+    Fields without a value are left out; unknown ones stay. Raises BadMessage for fields that contradict each other, and
+    for malformed thoughts or calls.
     """
     own = {name: x for name, x in message.items() if name == "role" or x not in (None, "", [], {})}
     thoughts = {name: own.pop(name) for name in REASONING if name in own}
@@ -58,7 +58,7 @@ def _calls(value: Any) -> list[dict[str, Any]]:
 
 
 def _call(call: Any, name: str) -> dict[str, Any]:
-    """A call of a function, as an object with a function or, as some models write it, as that function itself."""
+    """Convert a call: an object with a function or, as some models write it, that function itself."""
     whole = {key: x for key, x in call.items() if x is not None} if isinstance(call, Mapping) else {}
     kind, number = whole.pop("type", "function"), whole.pop("id", None)
     whole.pop("index", None)
@@ -76,7 +76,8 @@ def _call(call: Any, name: str) -> dict[str, Any]:
 
 
 def arguments_of(value: Any) -> Any:
-    """The arguments of a call, which may come as a text of JSON; that text where it is none."""
+    """Parse the arguments of a call if they are JSON text ({} if it is blank); return other text, and other values, as
+    they are."""
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -88,12 +89,12 @@ def arguments_of(value: Any) -> Any:
 
 
 def arguments_text(value: Any) -> str:
-    """The arguments of a call as a text of JSON."""
+    """The arguments of a call as JSON text."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def named_tools(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages, those of tools with the name of the tool that was called, which some templates write."""
+    """Add to each tool's message the name of the tool that was called, which some templates write."""
     calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     names = {call["id"]: call["function"]["name"] for call in calls if "id" in call and "function" in call}
     return [
@@ -105,7 +106,7 @@ def named_tools(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def text_of(message: Message) -> str:
-    """The whole of a message as text: its reasoning, its content and its calls, as far as it has them."""
+    """The whole of a message as text: its reasoning, content and calls, if it has them."""
     whole = canonical(message)
     content = whole["content"]
     if not isinstance(content, str):

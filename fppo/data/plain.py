@@ -1,4 +1,4 @@
-"""Values of rows as JSON would bring them back, and checks of values and paths."""
+"""Conversion of rows' values to what JSON can hold, and checks of values and paths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class BadField(Exception):
 
 
 def plain(value: Any) -> Any:
-    """Convert a value as JSON would bring it back: nan to None, a date to text, a tuple to a list. Else ValueError."""
+    """Convert a value to what a round trip through JSON gives: nan becomes None, a date text, a tuple a list. Raises
+    ValueError for values that do not fit JSON."""
     return _plain(check_depth(value))
 
 
@@ -35,7 +36,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     if isinstance(value, (datetime.date, datetime.time)):
-        return value.isoformat() if value == value else None  # pandas' missing date is not itself
+        return value.isoformat() if value == value else None  # pandas' missing date does not equal itself
     if hasattr(value, "tolist"):  # numpy's numbers and arrays
         return _plain(value.tolist())
     raise ValueError(f"a {type(value).__name__} does not fit JSON")
@@ -92,14 +93,14 @@ def irregular(path: Path) -> str | None:
 
 
 _DATA_URL = re.compile(r"data:[^,]{0,200};\s*base64\s*,(.*)", re.DOTALL | re.IGNORECASE)
-_SHORTEST = 48  # characters of base64; a file of an image has more
+_SHORTEST = 48  # characters of base64; an image file has more
 
 
 def encoded(text: str) -> bytes | None:
-    """The bytes of a file as text in base64, bare or in a data: URL; None for other text, as a path.
+    """Decode a file from base64 text, bare or in a data: URL; None for other text, such as a path.
 
-    A long path may have the form of base64, too: look whether there is such a file first. Raises ValueError for a data:
-    URL that cannot be read.
+    A long path may look like base64: check first whether such a file exists. Raises ValueError for a data: URL that
+    cannot be read.
     """
     url = text[:5].lower() == "data:"
     match = _DATA_URL.fullmatch(text) if url else None
@@ -128,8 +129,9 @@ def path_exists(path: Path) -> bool:
 
 
 def file_of(value: Any) -> Any:
-    """A file of an image or a video as its path or its bytes, from a path, bytes, base64, a data: URL, or a table of
-    {"bytes": ..., "path": ...}; any other value as it is. Raises ValueError for text that is none of them."""
+    """Convert an image or video to the path or the bytes of its file, given as a path, bytes, base64, a data: URL, or a
+    table of {"bytes": ..., "path": ...}; return any other value as it is. Raises ValueError for a data: URL that cannot
+    be read, and for long text that is neither a path nor base64."""
     if isinstance(value, Mapping) and ("bytes" in value or "path" in value):
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
     if isinstance(value, str) and not path_exists(Path(value)):
@@ -143,7 +145,7 @@ def file_of(value: Any) -> Any:
 
 
 def named_file(given: Any, file: Any) -> str:
-    """A file's path, or the beginning of its base64, in brackets for a message; "" for bytes and values of others."""
+    """A file's path, or the start of its base64, in brackets for an error message; "" for other values."""
     if isinstance(file, Path):
         return f" ({printable(str(file), _SHOWN_PATH)})"
     text = given.get("bytes") or given.get("path") if isinstance(given, Mapping) else given

@@ -1,5 +1,5 @@
-"""Privileged inputs: the ground truth for a critic, in front of the prompt or as features of the response; and prompts
-of a teacher's own."""
+"""Privileged inputs: the ground truth for a critic, in front of the prompt or as features of the response; and a
+teacher's own prompts."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def truth_signs(rows: Answered, *, encode: Encode, limit: int) -> Float[Tensor, 
 
 
 def _padded(texts: Sequence[Sequence[int]], *, like: Judged | Prompted) -> tuple[Tensor, Tensor]:
-    """Texts of token ids as `tokens` and `attention_mask` of the rows' kinds, padded on the left."""
+    """Pad lists of token ids on the left; return tokens and attention mask, in the dtypes of `like`."""
     width = max(map(len, texts), default=0)
     tokens = like.tokens.new_tensor([[0] * (width - len(ids)) + [*ids] for ids in texts]).view(len(texts), width)
     gaps = torch.tensor([width - len(ids) for ids in texts], dtype=torch.int64)

@@ -48,7 +48,7 @@ class Problems:
         return both
 
     def rest(self) -> str:
-        """The words on problems that are not shown; empty if all are."""
+        """A note on the number of problems that are not shown; empty if all are."""
         left = self.count - sum(number for _, number in self._places.values())
         return f"and {left} more" if left else ""
 
@@ -100,7 +100,7 @@ def together(errors: Sequence[Exception]) -> list[Exception]:
 
 
 def fail(texts: Sequence[str], what: str) -> None:
-    """Raise ValueError that names the first of `texts` and counts all; nothing if there are none."""
+    """Raise DataError that names the first `SHOWN` of `texts` and counts all; do nothing if there are none."""
     problems = Problems()
     for text in texts:
         problems.add(text)

@@ -21,9 +21,9 @@ from fppo.data.problems import Problems
 PathLike = str | os.PathLike[str]
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 _BATCH = 256  # rows of a parquet file that are decoded at a time
-_ROW = 400  # bytes of a row here beside its values
+_ROW = 400  # bytes of a row in memory, besides its values
 UNPACKED = 4_000_000_000  # bytes that the rows of any parquet file may take
-_RATIO = 100  # and those of a large one, for each byte of it
+_RATIO = 100  # and those of a large one, per byte of the file
 
 
 @attrs.frozen
@@ -38,7 +38,7 @@ class Row:
 
     @property
     def place(self) -> str:
-        """The row's origin as editors take it, file:line."""
+        """The row's origin in the form that editors open, file:line."""
         return f"{self.file}:{self.line}"
 
     @property
@@ -59,10 +59,9 @@ def read_rows(
 
     A path is a jsonl, json (an array of objects, or lines), csv (its first line names the fields, which are texts) or
     parquet file; a directory that the datasets library saved or can read; or the name of a data set, as
-    "openai/gsm8k:main" where it has several configurations. Of the last two, `split` is read; with `stream` only the
-    first so many rows of data sets by name, which are then not downloaded whole. Raises ValueError for
-    unreadable paths, for malformed lines, naming all, and for no rows at all; with `problems`, malformed lines are
-    noted in it instead.
+    "openai/gsm8k:main" where it has several configurations. Of the last two, `split` is read; with `stream` only that
+    many first rows of a named data set are downloaded. Raises ValueError for unreadable paths, for malformed lines,
+    naming all, and for no rows at all; with `problems`, malformed lines are noted in it instead.
     """
     many = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     noted = Problems() if problems is None else problems
@@ -294,7 +293,7 @@ def _undecoded(table: Any) -> Any:
     """The table with videos as undecoded files: the library would decode all frames, and by torchcodec alone."""
     import datasets
 
-    for name, kind in (table.features or {}).items():  # a stream may not know its own before it is read
+    for name, kind in (table.features or {}).items():  # a stream may not know its features before it is read
         if isinstance(kind, datasets.Video):
             table = table.cast_column(name, datasets.Video(decode=False))
     return table

@@ -1,8 +1,8 @@
-"""Conversations as a chat template writes them, none of whose parts it leaves out or writes twice.
+"""Conversations rendered by a chat template, with a check that it leaves out no part and writes none twice.
 
 Templates read messages in different forms: arguments of calls as objects or as text, contents as texts or as lists of
-parts, thoughts by one of several names. A conversation of the same shape whose texts are marks shows which form a
-template reads, and what it shows of it; this is done once for a template and a shape.
+parts, thoughts under one of several names. To find the form that a template reads, and the parts that it shows, a
+conversation of the same shape is rendered with a mark for each text, once for a template and a shape.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ TOOL: dict[str, Any] = {
     },
 }
 _KNOWN = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "id")
-_TOOLS = ("tool", "function")  # roles of what tools say
+_TOOLS = ("tool", "function")  # roles of tools' messages
 _THOUGHT = re.compile(r"(?s).*(?:</[^<>\s]*(?:think|thought|reason)[^<>\s]*>|<channel\|>|\[/THINK\])")
 _TAGS = re.compile(r"<[^<>]*>|(?<!\S)/\w+")  # that some templates take out, such as <answer> and /no_think
 _WORD = re.compile(r"\w+")
-_SHAPES = 1024  # of conversations that are remembered
+_SHAPES = 1024  # shapes of conversations whose forms are cached
 _ADVICE = "give it in another role or field, or give another template (data.chat_template)"
 
 
@@ -47,7 +47,7 @@ class Write(Protocol):
 
 @attrs.frozen(kw_only=True)
 class Template:
-    """A chat template, which is told from others by its key alone.
+    """A chat template, compared with others by its key alone.
 
     `write` writes with the tools of a conversation, `write_marks` with `TOOL` in their place, if it has `tools`.
     """
@@ -68,11 +68,11 @@ class Shown(NamedTuple):
 def shown(
     template: Template, messages: Sequence[Mapping[str, Any]], *, generation: bool, sampled: bool = False
 ) -> Shown:
-    """A conversation as the template writes it.
+    """Render a conversation: the form in which the template reads it, and its text.
 
-    Raises ValueError naming the messages and fields of which the template leaves something out, or writes it twice.
-    What an assistant thought in an earlier turn may be left out by a template that shows it at the end of a
-    conversation. So may be words of a last message that is `sampled`. Templates raise any exception.
+    Raises ValueError naming the messages and fields of which the template leaves something out, or writes it twice. A
+    template may leave out the thoughts of an assistant's earlier turn, if it shows thoughts at the end of a
+    conversation, and words of a last message that is `sampled`. Templates raise any exception.
     """
     whole = _read(messages)
     form = _form_of(template, _shapes_of(whole), generation)
@@ -146,8 +146,8 @@ class _Shape(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """The reading of conversations of a shape by a template: the dialect in which it shows most of one, its faults even
-    so, and fields by message of earlier turns that it forgets."""
+    """How a template reads conversations of a shape: the dialect with the fewest faults, the faults that remain, and
+    the fields of earlier turns that it leaves out, each (message, field)."""
 
     dialect: _Dialect
     problems: tuple[str, ...]
@@ -223,8 +223,9 @@ def _marked_call(mark: str, ident: int | None, kind: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=_SHAPES)
 def _form_of(template: Template, shapes: tuple[_Shape, ...], generation: bool) -> _Form:
-    """The first dialect in which the template shows all of a conversation of these shapes, or else as much as in none
-    before. One that refuses marks in every dialect may take what is said: then nothing is known of it."""
+    """The first dialect in which the template shows all of a conversation of these shapes, else the one with the fewest
+    faults. A template that refuses the marks in every dialect may still accept real texts: then there are no known
+    faults."""
     marked, best = _marked(shapes), None
     for dialect in _dialects(shapes):
         try:
@@ -259,7 +260,8 @@ def _dialects(shapes: Sequence[_Shape]) -> list[_Dialect]:
 def _judged(
     template: Template, dialect: _Dialect, marked: Sequence[Mapping[str, Any]], generation: bool
 ) -> tuple[list[str], list[tuple[int, str]]]:
-    """The faults of a template in a marked conversation, and the fields by message of earlier turns that it forgets."""
+    """The faults of a template in a marked conversation, and the fields of earlier turns that it leaves out, each
+    (message, field)."""
     text = template.write_marks(dialect.of(marked), generation=generation).casefold()
     problems: list[str] = []
     if dialect.in_parts and "{'type'" in text:
@@ -286,10 +288,10 @@ def _has_tool(text: str) -> bool:
 
 
 def _shows_tools(template: Template, dialect: _Dialect) -> bool:
-    """Whether a template writes tools in any conversation. One that never does may have words of its own for them."""
+    """Whether a template writes tools in a plain conversation. One that does not may describe them in its own words."""
     said = [{"role": role, "content": "x"} for role in ("system", "user")]
     for messages in (said, said[1:]):
-        with contextlib.suppress(Exception):  # of a role that the template refuses
+        with contextlib.suppress(Exception):  # the template may refuse a role
             if _has_tool(template.write_marks(dialect.of(messages), generation=True).casefold()):
                 return True
     return False
@@ -304,7 +306,7 @@ def _marks(message: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
         yield "reasoning", message["reasoning_content"], 1
     for call in message.get("tool_calls", ()):
         function = call["function"]
-        yield "tool_calls", function["name"], float("inf")  # the answer of a tool may say it again
+        yield "tool_calls", function["name"], float("inf")  # a tool's message may repeat it
         yield from (("tool_calls", mark, 1) for mark in _strings(function["arguments"]))
 
 
@@ -328,7 +330,7 @@ def _forgets(
     template: Template, dialect: _Dialect, turns: Sequence[Mapping[str, Any]], field: str, mark: str, count: int
 ) -> bool:
     """Whether a mark of the last of these turns is a thought that the template shows at the end of a conversation, but
-    not within one of `count` messages. What an assistant says beside a call is a thought to some."""
+    not within one of `count` messages. Some templates treat content next to a call as a thought."""
     message = turns[-1]
     thought = field == "reasoning" or (
         field == "content" and ("tool_calls" in message or "reasoning_content" in message)
@@ -336,12 +338,13 @@ def _forgets(
     if message["role"] != "assistant" or not thought or len(turns) == count:
         return False
     with_call = {**message, "content": "", "tool_calls": [_marked_call("fppocall", None, "dict")]}
-    ends = [turns, *([[*turns[:-1], with_call]] if field == "reasoning" else [])]  # some show those of a call alone
+    ends = [turns, *([[*turns[:-1], with_call]] if field == "reasoning" else [])]  # some show only those of a call
     return any(template.write_marks(dialect.of(end), generation=False).casefold().count(mark) == 1 for end in ends)
 
 
 def _missing(messages: Sequence[Mapping[str, Any]], text: str, forgotten: frozenset[tuple[int, str]]) -> Iterator[str]:
-    """The fields whose words a template does not all show, as it may choose by the words themselves."""
+    """Name the fields of which the text lacks words: a template may choose by the texts themselves, which marks do not
+    reveal."""
     words, last = _Words(text), len(messages) - 1
     for number, message in enumerate(messages):
         for field, said in _said(message, earlier=number < last):
@@ -370,8 +373,8 @@ class _Words:
         self._text, self._folded, self._words = text, text.casefold(), frozenset[str]()
 
     def hold(self, said: str) -> bool:
-        """Whether what was said stands there: as it is, or all of its words, as templates trim, escape and change
-        what they write."""
+        """Whether the text contains `said`: as it is, or all of its words, since templates trim, escape and change
+        texts."""
         if said.strip() in self._text:
             return True
         if not self._words:
@@ -381,7 +384,7 @@ class _Words:
 
 
 def _unread(template: Template, written: Sequence[dict[str, Any]], text: str, generation: bool) -> Iterator[str]:
-    """Fields of messages that change nothing of the text."""
+    """Name the fields of messages whose removal does not change the text."""
     for number, message in enumerate(written):
         known = {*_KNOWN, *REASONING, *CALLS, *(["name"] if message["role"] in _TOOLS else [])}
         for field in [name for name in message if name not in known]:
@@ -391,7 +394,7 @@ def _unread(template: Template, written: Sequence[dict[str, Any]], text: str, ge
                 same = template.write(without, generation=generation) == text
             except EndlessTemplate:
                 raise
-            except Exception:  # it is asked for
+            except Exception:  # the template requires the field
                 same = False
             if same:
                 yield f"does not read the field {field!r} of message {number}, of the role {message['role']!r}"

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 _PREFIX = 4  # tokens that tokenizers put before a text, at most
 _BORDER = 1000  # characters before a text on which its tokens may depend
-_ANCHORS = ("\n", "a", ".", "0", ")")  # texts to encode another one behind
-_UNKNOWN = "\ufdd0"  # no character, and in no vocabulary
+_ANCHORS = ("\n", "a", ".", "0", ")")  # texts after which another one is encoded
+_UNKNOWN = "\ufdd0"  # a noncharacter, in no vocabulary
 
 
 class SpecialTokens(NamedTuple):
@@ -88,7 +88,7 @@ def stop_tokens(
     tokenizer: Any, stop: Sequence[str] = (), stop_token_ids: Sequence[int] = (), *, turn_ends: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """The ids that end a response, without duplicates: the tokenizer's end token, `turn_ends` (the model's own), the
-    tokens among `stop` (`stop_texts` reads its texts), and `stop_token_ids`.
+    tokens among `stop` (`stop_texts` takes its other texts), and `stop_token_ids`.
 
     Raises ValueError for `stop_token_ids` that the tokenizer does not have.
     """
@@ -108,12 +108,11 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 
 def encode_behind(tokenizer: Any, text: str, before: str = "") -> list[int]:
-    """The tokens of a text as it stands behind the text `before`, which is not among them.
+    """Encode a text that follows the text `before`, and return its tokens alone.
 
-    A tokenizer may put a space before a text that it is given alone, as those of SentencePiece do. So what stands
-    before is encoded along. Tokens may cross the border between the two, where the first has been read or sampled
-    already and stays as it is. Then the text is encoded behind another one that it does not join, as where `before` is
-    "".
+    A tokenizer may put a space before a text that is encoded by itself, as SentencePiece's do. So `before` is encoded
+    with it. But it has been read or sampled already, so its tokens must not change. If a token would cross the border,
+    or if `before` is "", the text is encoded after one of `_ANCHORS` with which it does not merge.
     """
 
     def encoded(whole: str) -> list[int]:
@@ -122,7 +121,7 @@ def encode_behind(tokenizer: Any, text: str, before: str = "") -> list[int]:
     unknown = encoded(_UNKNOWN)[-1:]
     for anchor in (before[-_BORDER:], *_ANCHORS):
         head = encoded(anchor) if anchor else []
-        if head[-1:] in ([], unknown):  # what is unknown may join the next
+        if head[-1:] in ([], unknown):  # an unknown token may merge with the next
             continue
         whole = encoded(anchor + text)
         if whole[: len(head)] == head:

@@ -57,7 +57,7 @@ class FramePicker:
 
     processor: transformers' video processor of the model.
     fps: frames per second of the video; frames without times (lists, arrays, directories) count as sampled at this
-        rate already. None: as the processor's files say.
+        rate already. None: the processor's own rate.
     frames: frames of the whole video, or all if it has fewer; None: as `fps` gives.
 
     Raises ValueError if both are given.
@@ -78,7 +78,7 @@ class FramePicker:
 
     def pick(self, total: int, fps: float | None) -> tuple[tuple[int, ...], float]:
         """The indices of the picked frames of `total`, and the video's frames per second: `fps` if known. Raises
-        ValueError if it is nowhere given."""
+        ValueError if nothing gives one."""
         every = fps or self.fps or getattr(self.processor, "fps", None)
         if every is None:
             raise ValueError("its frames have no times, and the processor no fps: give fps (data.video_fps)")
@@ -125,7 +125,7 @@ def _source(video: Any, picker: FramePicker, frame: Callable[[Any, int], Any]) -
         return _animation(io.BytesIO(video)) or _decoded(video, picker)
     if isinstance(video, (list, tuple)):
         return _images(video, frame)
-    if hasattr(video, "get_frames_at"):  # torchcodec's, of datasets' Video
+    if hasattr(video, "get_frames_at"):  # a torchcodec decoder, as datasets' Video gives
         total, fps = video.metadata.num_frames, video.metadata.average_fps
         return _OpenVideo(total, fps, lambda picked: _plain(video.get_frames_at(list(picked)).data))
     if getattr(video, "ndim", None) == 4:

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fppo.fleet.held import Held, Lease
 
-BIG = 1 << 16  # tensors of at least so many bytes travel by themselves
+BIG = 1 << 16  # tensors of at least this many bytes travel by themselves
 CPU = torch.device("cpu")
 _ALIGNED = 64  # alignment in bytes of torch's own memory; kernels may round differently at other alignments
 _PLAIN, _TENSOR, _HELD = range(3)  # kinds of leaves

@@ -28,9 +28,9 @@ _PAUSE = 0.5  # seconds between two attempts to start, while the cluster has not
 def joined(address: str, *, show_output: bool = True) -> tuple[Any, bool]:
     """Join the Ray cluster at an address; return the module ray, and whether this process joined just now.
 
-    "local" is a new cluster on this machine; a process that has joined one already stays in that. `show_output`: what
-    its workers print is printed here, too. Raises ValueError without Ray, if there is no cluster at the address, and if
-    this process is in another one.
+    "local" is a new cluster on this machine; a process that has joined one already stays in that. `show_output`: the
+    output of its workers is printed here, too. Raises ValueError without Ray, if there is no cluster at the address,
+    and if this process is in another one.
     """
     if importlib.util.find_spec("ray") is None:
         raise ValueError("Ray is not installed: pip install 'fppo[ray]'")

@@ -35,7 +35,7 @@ class Processes:
     """The ranks of a mesh as processes of this machine: `Group("actor", Processes(RankSpec(count=2)))`.
 
     `gpus` are the numbers of each rank's GPUs here; it sees no others. Functions that are sent must be importable, by
-    the rules of multiprocessing. Pools that share `sent` write a tensor that goes to several of them once. With an
+    the rules of multiprocessing. A tensor that several pools with one `sent` send is written once. With an
     `environment` each rank is a new Python with these variables alone; it may start processes, which end with it, and
     it prints to standard error.
     """
@@ -68,7 +68,7 @@ class Processes:
         self._children = [_Child(context, own, store.port, gpus) for own, gpus in zip(members, seen, strict=True)]
         self._store = store  # for the lifetime of the processes
         answers = {child.answer(): child.process.pid for child in self._children}
-        # whichever is lost first reports it: the others wait for it to join
+        # the first loss is reported: the other ranks wait for the lost one to join
         done, waiting = futures.wait(answers, self._spec.patience, futures.FIRST_EXCEPTION)
         for answer in done:
             answer.result()

@@ -28,7 +28,7 @@ from fppo.runtime.mesh import Sharding
 from fppo.runtime.stores import TOKEN, listening
 
 PATIENCE = 600.0  # seconds that a call may take
-PLAIN = (bool, int, float, str, type(None))  # leaves that are equal on all ranks are returned, though their tree stays
+PLAIN = (bool, int, float, str, type(None))  # leaves of these types, equal on all ranks, are returned even if they stay
 Stays = tuple[int, ...] | bool
 
 
@@ -59,7 +59,7 @@ class RankRequest:
     stays: Stays
     label: str
     forget: tuple[tuple[int, int], ...]  # (call, part) of results without any handle left
-    on_host: bool = False  # the device of tensors among the arguments, if not the rank's
+    on_host: bool = False  # whether tensors among the arguments stay on the host
     streams: bool = False  # whether the function returns an iterator, whose items are sent one by one
 
 
@@ -85,9 +85,9 @@ class RankReply:
 class RankSpec:
     """The ranks of a group: their number, their mesh, and the resources of each.
 
-    `sizes` are those of the mesh's axes, from the slowest; without them all ranks are on the shard axis. Each rank
-    has so many `gpus`, or a share of one, and sees no others; "cuda" as its `device` is the first of them.
-    Raises ValueError for ranks of one mesh that would share a GPU, which NCCL refuses, and for part of a second one.
+    `sizes` are those of the mesh's axes, from the slowest; without them all ranks are on the shard axis. Each rank has
+    this number of `gpus`, or a share of one, and sees no others; "cuda" as its `device` is the first of them. Raises
+    ValueError for ranks of one mesh that would share a GPU, which NCCL refuses, and for part of a second one.
     """
 
     count: int = 1
@@ -115,7 +115,7 @@ class Membership:
 
     rank: int
     spec: RankSpec
-    token: str = ""  # prefix of their keys in the store
+    token: str = ""  # prefix of the group's keys in the store
 
 
 class Rank:

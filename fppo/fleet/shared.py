@@ -36,8 +36,8 @@ class Memory:
 
     Other processes get it by its descriptor, through a `PipeLane`, or open it at its `path` as long as this process
     lives. Memory that is filled once is filled by write(2), which raises if there is no room. Memory that is `reused`
-    is mapped, which makes later copies some times faster; its room is reserved first, since a store without room would
-    be a bus error. In a process on a GPU its pages are pinned.
+    is mapped, which makes later copies several times faster; its room is reserved first, since a write without room
+    would be a bus error. In a process on a GPU its pages are pinned.
     """
 
     def __init__(self, file: int | None = None, *, reused: bool = False) -> None:

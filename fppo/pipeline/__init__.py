@@ -1,8 +1,8 @@
-"""A run as state and stages: one step of it, the loop around it, and what computes or compares its steps again.
+"""A run as a state and stages: a step, the loop around steps, and replays and comparisons of steps.
 
 In: a `RunState` and a `Program` of stages: sample, score, annotate, estimate, update. Out: the next state, the step's
-`Experience` and metrics. Each stage adds columns to the record of the stage before it.
-Begin with `step.ppo_step` and `wiring.pieces`; `stages` has the stages, `checks` what is looked at before a run.
+`Experience` and metrics. Each stage adds columns to the record of the stage before it. Begin with `step.ppo_step` and
+`wiring.pieces`; `stages` has the stages, `checks` the checks before a run.
 """
 
 from fppo.advantages.columns import OfRows

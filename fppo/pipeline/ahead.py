@@ -1,12 +1,12 @@
-"""Batches made before their step: sampled and scored with the weights of an earlier one while that one trains.
+"""Batches made before their step: sampled and scored with the weights of an earlier step, while that step trains.
 
-A run that is `ahead` by k trains at step t on what the policy of step t - k sampled, never on older, and its state
-holds the k batches that wait. So a batch depends on the state alone, however long anything took, and a run that
-resumes goes on bit for bit. Off-policy by k steps: `losses.rollout_correction` weighs it.
+A run that is `ahead` by k trains at step t on a batch that the policy of step t - k sampled, never an older one. Its
+state holds the k batches that wait. So a batch depends on the state alone, however long anything took, and a resumed
+run continues bit for bit. The batches are off-policy by k steps: `losses.rollout_correction` weighs them.
 
-With `Program.interrupts` batches that are not yet needed are not waited for, and what is generated goes on with the
-weights of every update, as soon as there are some. Then the clock decides which policies a batch is of, and its
-`token_versions` say it; the state holds the batches that are whole, and a run that resumes makes the others anew.
+With `Program.interrupts` a step does not wait for batches of later steps, and unfinished generation goes on with the
+weights of each update as soon as they exist. Then timing decides which policies sampled a batch, and its
+`token_versions` record them. The state holds the finished batches, and a resumed run makes the others anew.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from fppo.pipeline.waiting import Waiting
 from fppo.steps.train_state import Params
 from fppo.tree import replace
 
-QUIET, PATIENCE = 5.0, 120.0  # seconds that what is generated has to end, before and after that is said
+QUIET, PATIENCE = 5.0, 120.0  # seconds to wait for generation to end: before and after a warning
 _log = logging.getLogger("fppo.pipeline")
 WAIT = f"{TIMING}wait"
 
 
 @attrs.frozen
 class Sampled:
-    """Batches for the next steps, the cursor behind their prompts, and what sampling them took."""
+    """Batches for the next steps, the cursor after their prompts, and the times of sampling them."""
 
     batches: tuple[Waiting, ...]
     cursor: DataCursor
     timings: Metrics
 
     def joined(self, run: RunState) -> RunState:
-        """The run with these batches behind those that wait already."""
+        """Append these batches to those that wait in the run."""
         if not self.batches:
             return run
         return replace(run, cursor=self.cursor, ahead=(*run.ahead, *self.batches))
 
 
 def sample_ahead(run: RunState, count: int, *, program: Program, draw: Draw) -> Sampled:
-    """The next `count` batches that `run` lacks, with its weights."""
+    """Sample the next `count` batches that `run` lacks, with its weights."""
     batches: list[Waiting] = []
     timings: list[Metrics] = []
     first = run.step + len(run.ahead)
@@ -63,7 +63,7 @@ def sample_ahead(run: RunState, count: int, *, program: Program, draw: Draw) -> 
         run = replace(run, step=step)
         scored, cursor, report = sample(run, program=program, draw=draw)
         run = replace(run, cursor=cursor)
-        seconds = {name for name in report if name.startswith("timing_s/")}  # of no state: not the same twice
+        seconds = {name for name in report if name.startswith("timing_s/")}  # not in the state: runs differ in them
         timings.append({name: report[name] for name in seconds})
         kept = {name: x for name, x in report.items() if name not in seconds}
         batches.append(Waiting.of(scored, kept))
@@ -71,10 +71,11 @@ def sample_ahead(run: RunState, count: int, *, program: Program, draw: Draw) -> 
 
 
 def check_devices(ahead: int, ranks: int, device: torch.device) -> None:
-    """Raises ValueError for batches made ahead on several GPUs.
+    """Raise ValueError for batches made ahead on several GPUs.
 
-    Two threads of a rank then call collectives of two groups, in an order that nothing makes the same on all ranks.
-    gloo's hold up their own thread alone. NCCL's are kernels, which hold up a GPU until other ranks have begun theirs.
+    Two threads of a rank would call collectives of two groups, in an order that may differ between ranks. With gloo
+    only the calling thread waits. NCCL's collectives are kernels, which block a GPU until the other ranks have started
+    theirs.
     """
     if ahead > 0 and ranks > 1 and device.type == "cuda":
         raise ValueError(
@@ -84,8 +85,8 @@ def check_devices(ahead: int, ranks: int, device: torch.device) -> None:
 
 
 def check_interrupts(ahead: int, ranks: int) -> None:
-    """Raises ValueError for batches that newer weights get into where none are made ahead, or on several ranks of one
-    program, whose clocks would have to agree."""
+    """Raise ValueError for `Program.interrupts` if no batches are made ahead, or on several ranks of one program, which
+    would have to take newer weights at the same time."""
     if ranks > 1:
         raise ValueError(
             f"rollout.interrupt on {ranks} ranks: each would take newer weights at a time of its own; give 0, or place "
@@ -96,28 +97,28 @@ def check_interrupts(ahead: int, ranks: int) -> None:
 
 
 class _Ended(Exception):
-    """Nobody wants what is being generated any more."""
+    """Raised in generation that is no longer wanted."""
 
 
 class Newest:
-    """The weights that were kept last, for what is generated while later ones are trained."""
+    """The newest weights kept for sampling: generation takes them while later ones are trained."""
 
     def __init__(self) -> None:
         self._kept: tuple[Params, int] | None = None
         self._ended = False
 
     def __call__(self) -> tuple[Params, int] | None:
-        """These weights, and how many updates they have had."""
+        """Return the weights and their number of updates, or None if there are none yet. Raises _Ended after `end`."""
         if self._ended:
             raise _Ended
         return self._kept
 
     def give(self, params: Params, version: int) -> None:
-        """Puts these in their place."""
+        """Replace the weights."""
         self._kept = params, version
 
     def end(self) -> None:
-        """Ends what is generated, where it asks next."""
+        """End generation at its next query."""
         self._ended = True
 
 
@@ -130,11 +131,11 @@ class UnderWay:
 
     @property
     def done(self) -> bool:
-        """Whether all are there that have not been taken."""
+        """Whether all batches not yet taken are made."""
         return all(result.done() for result in self.results)
 
     def __call__(self, least: int | None = None) -> Sampled:
-        """The next `least` batches, or all, which it waits for, and those behind them that are there."""
+        """Wait for the next `least` batches (None: all), and take also those after them that are made already."""
         start = now()
         parts = [self.results.popleft().result() for _ in range(len(self.results) if least is None else least)]
         while self.results and self.results[0].done():
@@ -155,11 +156,11 @@ def start_sampling(
     beside: torch.cuda.Stream | None = None,
     newest: Newest | None = None,
 ) -> UnderWay:
-    """Starts `sample_ahead` in a thread.
+    """Start `sample_ahead` in a thread.
 
-    The weights are kept first (`Program.hold`), so the run may be updated, and its memory given up, at the same time.
-    On a GPU the thread works in the stream `beside`, the same each time, which begins after what the caller's stream
-    has been given so far; and that goes on, where it waits, after the thread's work.
+    The weights are kept first (`Program.hold`), so that meanwhile the run may be updated, and its memory given up. On a
+    GPU the thread works in the stream `beside`, the same each time. That stream waits for the earlier work of the
+    caller's stream, which in turn waits for the thread's work when batches are taken.
     """
     kept = keep(run, program=program, beside=beside, newest=newest)
     run = replace(run, actor=replace(run.actor, params=kept))
@@ -185,7 +186,7 @@ def start_sampling(
 def keep(
     run: RunState, *, program: Program, beside: torch.cuda.Stream | None = None, newest: Newest | None = None
 ) -> Params:
-    """The policy's parameters, kept to be sampled from; if `newest` has them, those, else they are the newest now."""
+    """Keep the policy's parameters for sampling. If `newest` has them already they are returned; else it gets them."""
     last = None if newest is None else newest()
     if last is not None and last[1] == run.actor.step:
         return last[0]
@@ -193,13 +194,13 @@ def keep(
     if beside is not None:
         _hand_over(kept, torch.cuda.current_stream(), beside)
     if newest is not None:
-        newest.give(kept, run.actor.step)  # before they are sent: else who generates would send the old ones once more
+        newest.give(kept, run.actor.step)  # before they are sent: else generation would send the old ones once more
     program.bring(kept)
     return kept
 
 
 class AheadSampler:
-    """A sampler beside the steps of a run, `ahead` of them by so many."""
+    """Sample batches beside the steps of a run, up to `ahead` steps before their own."""
 
     def __init__(self, ahead: int, *, program: Program, draw: Draw, stream: torch.cuda.Stream | None = None) -> None:
         self._ahead, self._program, self._draw, self._stream = ahead, program, draw, stream
@@ -211,14 +212,15 @@ class AheadSampler:
             self._program = attrs.evolve(program, rollout=partial(rollout, newer=self._newest), check=False)
 
     def before(self, run: RunState) -> tuple[RunState, Metrics, Metrics]:
-        """The run with a batch for its next step, and more under way; what took time here, and what did beside."""
+        """Prepare a step: return the run with a batch for it, the times spent here, and those of the thread. Starts to
+        sample the batches that are missing."""
         own: Metrics = {}
         made: Metrics = {}
         if not self._ahead:
             return run, own, made
         if not run.ahead and self._under_way is not None:
             run, own, made = self._joined(run, self._under_way, 1)
-        if not run.ahead:  # this step's own batch, so that those behind it can be made beside the step
+        if not run.ahead:  # this step's own batch, so that later ones can be made during the step
             sampled = sample_ahead(run, 1, program=self._program, draw=self._draw)
             run, own = sampled.joined(run), metrics.merge(own, sampled.timings)
         count = self._ahead + 1 - len(run.ahead)
@@ -229,8 +231,8 @@ class AheadSampler:
         return run, own, made
 
     def after(self, run: RunState) -> tuple[RunState, Metrics, Metrics]:
-        """The run after a step, with what is done by now: all that was under way, unless that may go on with the
-        weights of this step's update. What took time here, and what did beside."""
+        """Finish a step: return the run with the batches made by now, the times spent here, and those of the thread.
+        Waits for all batches under way, unless they may go on with the weights of this step's update."""
         if self._under_way is None:
             return run, {}, {}
         if self._newest is None:
@@ -251,8 +253,8 @@ class AheadSampler:
         return sampled.joined(run), {WAIT: sampled.timings[WAIT]}, made
 
     def end(self, error: BaseException) -> None:
-        """Waits until nothing is generated any more: an engine is not closed under those who use it. Where that takes
-        long the `error` is logged that has ended the steps, and after `PATIENCE` seconds they are left."""
+        """Wait until generation has ended, since an engine must not be closed while it is in use. After `QUIET` seconds
+        log the `error` that ended the steps; after `PATIENCE` more give up."""
         if self._newest is not None:
             self._newest.end()
         left = [] if self._under_way is None else list(self._under_way.results)
@@ -265,7 +267,8 @@ class AheadSampler:
 
 
 def _hand_over(values: Any, of: torch.cuda.Stream, to: torch.cuda.Stream) -> None:
-    """Lets a stream use what another one makes, and neither have the memory again before it has."""
+    """Let the stream `to` use values that the stream `of` computes; their memory is not reused before `to` has used
+    them."""
     to.wait_stream(of)
     for x in tree.tensors(values):
         if x.is_cuda:

@@ -1,4 +1,5 @@
-"""Checks of a program before it runs: its own functions by the laws that take no time, its stages side by side."""
+"""Checks of a program before it runs: of user-defined functions by the laws that take no time, and of stages against
+each other."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ from fppo.steps.forward import Forward
 from fppo_kernels.table import INSIDE
 
 LIBRARY = ("fppo", "fppo_kernels")
-# the kernels of a forward pass and of decoding that are looked at
+# the kernels of forward passes and of decoding that are checked
 SCREENED = ("attention", "decode_attention", "log_probs", *INSIDE)
 
 
 def is_own(fn: Any) -> bool:
-    """Whether a function, under what is bound to it or wrapped around it, is none of this library's."""
+    """Whether a function, without partials and wrappers around it, is user-defined and not this library's."""
     while isinstance(fn, partial):
         fn = fn.func
     fn = inspect.unwrap(fn)
@@ -38,8 +39,8 @@ def is_own(fn: Any) -> bool:
 
 @attrs.frozen(kw_only=True)
 class Usage:
-    """The use that a run makes of its functions: `group` responses to a prompt, at a temperature; kernels in `dtype`
-    and on `device`, by the `models`, on rows of at most `longest` tokens, if that is known."""
+    """How a run uses its functions: `group` responses to a prompt, sampled at `temperature`; kernels in `dtype` on
+    `device`, called by the `models` on rows of at most `longest` tokens (None: unknown)."""
 
     group: int
     dtype: torch.dtype
@@ -56,8 +57,8 @@ def screened(
     kernels: Mapping[str, Callable[..., Any]],
     usage: Usage,
 ) -> dict[str, LawViolation]:
-    """Violations of laws by the functions that are not this library's, under the names of the arguments and kernels.
-    The models are built if a kernel of theirs is looked at."""
+    """Check user-defined functions; return their violations of laws by the names of the arguments and kernels. The
+    models are built only to check a kernel that they call."""
     checks: dict[str, Callable[[], None]] = {}
     if isinstance(loss_fn, SelectiveLoss) and is_own(loss_fn.loss_fn):
         checks["loss_fn"] = partial(laws.screen_policy_loss, loss_fn.loss_fn, selective=True)
@@ -80,7 +81,7 @@ def screened(
 
 
 def _screen_kernel(op: str, kernel: Callable[..., Any], usage: Usage) -> None:
-    """Check a kernel on a small batch, and on what each kind of model asks of it. Raises LawViolation."""
+    """Check a kernel on a small batch, and on the calls that each kind of model makes. Raises LawViolation."""
     place: dict[str, Any] = {"dtype": usage.dtype, "device": usage.device}
     laws.screen_kernel(op, kernel, **place)
     kinds = {str(model.whole_config): model for model in (usage.models() if op in SCREENED else ())}
@@ -89,14 +90,14 @@ def _screen_kernel(op: str, kernel: Callable[..., Any], usage: Usage) -> None:
 
 
 def innermost(stage: Any) -> Any:
-    """The stage that others wrap as their field `stage`; one that wraps none is its own."""
+    """The innermost of stages that wrap each other as their field `stage`."""
     while (inner := getattr(stage, "stage", None)) is not None:
         stage = inner
     return stage
 
 
 def field(stage: Any, name: str) -> Any:
-    """The field of a stage, or of the stage that it wraps as its field `stage`; None for a stage without it."""
+    """A field of a stage, or else of the stage that it wraps as its field `stage`; None if no stage has it."""
     while stage is not None:
         if hasattr(stage, name):
             return getattr(stage, name)
@@ -105,7 +106,8 @@ def field(stage: Any, name: str) -> Any:
 
 
 def _check_models(policy: Any, critic: Any, engine: Any) -> None:
-    """Raises ValueError for a model of another function; it takes some hundredths of a second."""
+    """Raise ValueError for a model that fppo computes otherwise than transformers does; takes some hundredths of a
+    second."""
     if policy is not None:
         check_model(policy.model)
     if isinstance(critic, Forward) and (policy is None or critic.model.config != policy.model.config):
@@ -115,7 +117,7 @@ def _check_models(policy: Any, critic: Any, engine: Any) -> None:
 
 
 def _kernels(forward: Any, advantage_fn: Any, updates: Sequence[Any]) -> dict[str, Callable[..., Any]]:
-    """The kernels of passes, that of an estimator, which is a keyword of it, and the first of AdamW's that is own."""
+    """The kernels of passes, the estimator's (its keyword `kernel`), and the first user-defined AdamW kernel."""
     kernels = {} if forward is None else {op: getattr(forward.kernels, op) for op in SCREENED}
     of_estimator = getattr(getattr(advantage_fn, "fn", advantage_fn), "keywords", {}).get("kernel")
     kernels |= {} if of_estimator is None else {"gae": of_estimator}
@@ -125,12 +127,12 @@ def _kernels(forward: Any, advantage_fn: Any, updates: Sequence[Any]) -> dict[st
 
 
 def check_stages(*, rollout: Any, annotate: Any, estimate: Any, update_actor: Any, update_critic: Any = None) -> None:
-    """Raises LawViolation for an own loss, estimator or kernel among the fields of a program's stages, and ValueError
-    for a model that fppo computes otherwise than transformers does: one that was built, and not loaded, has not been
-    looked at yet.
+    """Raise LawViolation if a user-defined loss, estimator or kernel among the fields of a program's stages violates a
+    law, and ValueError for a model that fppo computes otherwise than transformers does. Loaded models have been checked
+    before; built ones have not.
 
-    A stage that is a plain function hides what it calls; that is not looked at. Kernels run where training would: on
-    the GPU if there is one.
+    A stage that is a plain function hides its calls, which are not checked. Kernels run where training would: on the
+    GPU if there is one.
     """
     passes, sampling = field(annotate, "passes"), field(rollout, "sampling")
     forward, critic = (field(field(passes, name), "forward") for name in ("policy", "values"))
@@ -154,11 +156,11 @@ def check_stages(*, rollout: Any, annotate: Any, estimate: Any, update_actor: An
 
 
 def disagreements(*, rollout: Any, annotate: Any, estimate: Any, update_actor: Any) -> list[str]:
-    """Fields of stages that do not go together, one line each: a script can give a setting to one stage and forget it
-    for another."""
+    """Describe fields of stages that contradict each other, one line each: a script can give a setting to one stage and
+    forget it for another."""
     sampling, terms, correct = field(rollout, "sampling"), field(update_actor, "terms"), field(estimate, "correct")
     temperatures = {
-        # a correction may weigh what another temperature sampled; nothing makes up for the rest
+        # a correction may make up for another sampling temperature, but nothing for the other two
         "rollout (Sampling)": sampling.temperature if sampling is not None and correct is None else None,
         "annotate": field(field(field(annotate, "passes"), "policy"), "temperature"),
         "UpdateActor (PolicyTerms)": None if terms is None else terms.temperature,

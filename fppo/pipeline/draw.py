@@ -1,4 +1,5 @@
-"""Other ways to make a step's batch than one draw: refilled groups, files; and which of its rows losses leave out."""
+"""Other ways to make a step's batch than a single draw: refilled groups, and saved rollouts; and the rows that losses
+leave out."""
 
 from __future__ import annotations
 
@@ -33,13 +34,14 @@ SCORE = "score"
 
 @attrs.frozen(kw_only=True)
 class SampleGroups:
-    """Samples as many prompts as one draw has, none with responses of equal score (DAPO, arXiv:2503.14476, 3.2).
+    """Sample as many prompts as one draw has, without those whose responses all have the same score (DAPO,
+    arXiv:2503.14476, 3.2).
 
-    Such groups (`equal_groups`) have nothing to compare; they are dropped, and prompts are drawn again, up to
-    `max_draws` times in all. What is missing then is filled up with dropped groups, for `equal_groups` to leave out of
-    the loss. Groups stand in the order of their draws; those too many are dropped as well, the last first. `by` names
-    the score that is compared, a part of the reward or "score". `learn` gets the rows of every draw, with those that
-    are dropped: see `SampleBatch`.
+    Such groups (`equal_groups`) have nothing to compare: they are dropped, and prompts are drawn again, up to
+    `max_draws` times in all. If groups are still missing, dropped ones fill the batch, and `equal_groups` leaves them
+    out of the loss. Groups are in the order of their draws; surplus ones are dropped, the last first. `by` names the
+    score that is compared, a part of the reward or "score". `learn` gets all rows of every draw, dropped ones included:
+    see `SampleBatch`.
     """
 
     pad_token_id: int
@@ -64,7 +66,7 @@ class SampleGroups:
             scored, report = roll_out(
                 prompts, run.actor.params, key=place, version=run.actor.step, rollout=rollout, score=score
             )
-            if scored.episodes is not None:  # whose rows are numbered from 0 on in each draw
+            if scored.episodes is not None:  # rows of episodes are numbered from 0 in each draw
                 scored = replace(scored, row_ids=scored.row_ids + rows)
                 rows += len(scored.row_ids)
             cursor, learned = self.learn(cursor, scored)
@@ -89,8 +91,8 @@ class SampleGroups:
 
 @attrs.frozen(kw_only=True)
 class SampleSaved:
-    """Reads the rollout that `directory` holds for a step, to the device, and scores it. It draws no prompts; the
-    cursor stays. Tokens that a model of so large a `vocabulary` does not know are a ValueError."""
+    """Read the rollout of a step from `directory` to the device, and score it. No prompts are drawn, and the cursor
+    stays. Raises ValueError for tokens outside a `vocabulary` of this size."""
 
     directory: Path
     vocabulary: int
@@ -107,7 +109,7 @@ class SampleSaved:
 
 @attrs.frozen(kw_only=True)
 class Saving:
-    """Samples by another stage, and writes every rollout to `directory` too."""
+    """Sample by another stage, and also write every rollout to `directory`."""
 
     stage: SampleStage
     directory: Path
@@ -123,9 +125,9 @@ class Saving:
 def equal_groups(rows: Scored | Annotated, *, by: str = SCORE) -> Tensor:
     """bool [B]: True where all responses to a row's prompt have the same outcome, or the same part `by` of the score.
 
-    The outcome is the score without the terms that shape it (`rewards.shaping_reward`), as a penalty for length: a
-    group of wrong answers of different lengths is one of equals. Numbers that differ by a rounding are the same, and
-    responses without a score are not compared. Raises ValueError for a part that the reward does not have.
+    The outcome is the score without the terms that shape it (`rewards.shaping_reward`), such as a penalty for length:
+    wrong answers of different lengths are equal. So are numbers that differ by rounding, and responses without a score
+    are not compared. Raises ValueError for a part that the reward does not have.
     """
     if by != SCORE and by not in rows.named_scores:
         names = [SCORE, *rows.named_scores]
@@ -140,9 +142,9 @@ def truncated(rows: Scored | Annotated) -> Tensor:
 
 
 def concat(records: list[Scored], pad_token_id: int) -> Scored:
-    """The rows of all records, whose prompts and responses may differ in width: the widest counts.
+    """Concatenate records, padded to the widest of their prompts and of their responses.
 
-    Named scores are those of all: see `batch.same_scores`.
+    Each gets the named scores of all: see `batch.same_scores`.
     """
     prompt = max(record.tokens.shape[1] - record.response_mask.shape[1] for record in records)
     response = max(record.response_mask.shape[1] for record in records)

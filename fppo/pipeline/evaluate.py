@@ -22,14 +22,15 @@ OnScored = Callable[[Sequence[Scored]], None]
 
 
 class EvaluateRun(Protocol):
-    """The metrics of a run's policy; all responses go to `keep`, and to `keep_beside` some with their exact values."""
+    """Protocol of evaluations: they return metrics of a run's policy. `keep` gets all responses, and `keep_beside` some
+    with their exact values."""
 
     def __call__(self, run: RunState, keep: OnScored = ..., keep_beside: OnBeside = ...) -> Metrics: ...
 
 
 @attrs.frozen(kw_only=True)
 class EvaluateHeldOut:
-    """Evaluates a run's policy on the same prompts each time, and its critic by the `truth`, if there is one."""
+    """Evaluate a run's policy on the same prompts each time, and its critic by `truth`, if there is one."""
 
     batches: Callable[[], Iterable[Prompts]]
     engine: Engine
@@ -60,7 +61,8 @@ def evaluate(
     on_scored: OnScored = lambda scored: None,
 ) -> Metrics:
     """The held-out metrics of the policy: mean, best@k and majority@k of its scores, by source; val-aux/errors and
-    val-aux/timeouts are the responses that could not be scored. What `measure` says of rollouts is in val-aux/, too.
+    val-aux/timeouts are the responses that could not be scored. The metrics that `measure` returns for rollouts are in
+    val-aux/, too.
 
     Draws depend on the run's key and the prompt, not on the step, so evaluations differ by the policy alone. All
     responses with their scores go to `on_scored`, in batches; an episode of several rows is one response.

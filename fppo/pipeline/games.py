@@ -1,4 +1,4 @@
-"""The exact values of games that a policy plays in turns: every way to play one, as tokens."""
+"""Exact values of games that a policy plays in turns, from all ways to play a game, as tokens."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from fppo.rollout.engine import Sampling
 from fppo.rollout.turns.engine import TurnsEngine
 from fppo.rollout.turns.games import EPISODE, End, Game, State, Turn
 
-MOST = 100_000  # places of all ways to play from one batch's prompts
+MOST = 100_000  # the most places in the ways to play from one batch's prompts
 
 Ids = tuple[int, ...]
-Spell = Callable[[str], Sequence[Ids]]  # all ways to say a text as a whole turn
-States = list[tuple[float, State]]  # each with its weight, of what is hidden
+Spell = Callable[[str], Sequence[Ids]]  # all token sequences for a text as a whole turn
+States = list[tuple[float, State]]  # weighted; they differ only in what the policy cannot see
 
 
 @attrs.frozen(kw_only=True)
 class Played:
-    """A game, and the engine that the policy plays it with: the `exact` of `Known`."""
+    """A game, and the engine by which the policy plays it, as `exact` of `truth.Known`."""
 
     game: Game
     engine: TurnsEngine
@@ -38,9 +38,9 @@ class Played:
     gamma: float = 1.0
 
     def __call__(self, asked: Prompts, rollout: Rollout, of_policy: PolicyOf) -> Iterator[Truth]:
-        """The truth about the rollout's responses, one to each prompt: V of a token is what the policy may expect
-        before it, by dynamic programming over all that it can say and all that can be dealt, and its advantage is what
-        it may expect once it has said it, less V.
+        """The truth about the rollout's responses, one to each prompt, by dynamic programming over all that the policy
+        can say and all that can be dealt. V of a token is the expected return before it; its advantage is the expected
+        return after it, less V.
 
         Raises ValueError for a game that does not fit the limits of responses, or has too many ways to be played.
         """
@@ -63,8 +63,8 @@ class Played:
 
 
 def spellings(tokenizer: Any, sampling: Sampling) -> Spell:
-    """All tokens, each of which adds some text, that say a text and end the turn: with the text itself, where that is
-    one of `sampling.stop_texts`, else with one of the stop tokens that are special."""
+    """Make the function that lists all token sequences for a text as a whole turn. Each token adds some text. The turn
+    ends with the text itself if it completes one of `sampling.stop_texts`, else with a special stop token."""
     stops = sampling.stop_texts
     special = set(tokenizer.all_special_ids)
     by_first: dict[bytes, list[tuple[int, bytes]]] = defaultdict(list)
@@ -101,13 +101,14 @@ class _Path(NamedTuple):
 
 
 class Ways:
-    """All ways to play from some prompts: as rows of tokens, of which each place and token has one, and as a tree."""
+    """All ways to play from some prompts, as a tree and as rows of tokens. Each token of the tree has a row and a
+    column."""
 
     def __init__(self, played: Played) -> None:
         self._game, self._engine, self._most = played.game, played.engine, played.sampling.max_tokens
         self._turn_tokens = min(self._engine.turn_tokens or self._most, self._most)
         self._spell = spellings(self._engine.tokenizer, played.sampling)
-        self._paths: list[_Path] = []  # that are over
+        self._paths: list[_Path] = []  # the finished ones
         self._places: dict[_Path, int] = {}
         self._tokens: dict[tuple[int, int], int] = {}  # by place and token
         self._ends: list[float] = []
@@ -116,7 +117,7 @@ class Ways:
         self.column: list[int] = []
 
     def add(self, prompt: Ids, opening: str) -> None:
-        """All ways to play from a prompt."""
+        """Add all ways to play from a prompt."""
         if _Path(prompt) in self._places:
             return
         nodes = self._game.outlook([(1.0, opening)])
@@ -126,7 +127,7 @@ class Ways:
         self._turn(_Path(prompt), turns, 1)
 
     def tree(self) -> GameTree:
-        """The tree of all of them."""
+        """The tree of all ways."""
         by, to, chance = zip(*self._links, strict=True) if self._links else ((), (), ())
         return GameTree(
             at=torch.tensor([place for place, _ in self._tokens]),
@@ -139,7 +140,7 @@ class Ways:
         )
 
     def rows(self, device: torch.device) -> Continued:
-        """The rows, for the policy to say how probable their tokens are."""
+        """The rows, for a pass in which the policy computes the log-probs of their tokens."""
         pad = self._engine.pad_token_id
 
         def padded(rows: Sequence[Sequence[int] | Sequence[bool]], value: int | bool, side: str) -> Tensor:
@@ -158,8 +159,8 @@ class Ways:
         )
 
     def followed(self, prompt: Ids, rollout: Rollout, row: int) -> Iterator[tuple[int, int, int | None]]:
-        """The columns of a response at which its policy chose within the game: each with its place, and the number of
-        its token, or None for one that ends the game."""
+        """The columns of a response at which its policy chose a token within the game: each with its place, and the
+        token's number in the tree, or None if the tree lacks the token, which ends the game."""
         mask = rollout.response_mask
         columns = rollout.attention_mask[row, -mask.shape[1] :].nonzero().flatten().tolist()
         tokens, chosen = rollout.tokens[row, -mask.shape[1] :].tolist(), mask[row].tolist()
@@ -171,7 +172,8 @@ class Ways:
                 yield column, place, self._tokens.get((place, tokens[column]))
 
     def _turn(self, path: _Path, turns: list[tuple[float, Turn]], number: int) -> int:
-        """The place where a turn begins, of weighted turns that look the same, with all that follows."""
+        """Add weighted turns that look the same to the policy, and all that follows; return the place where they
+        begin."""
         first = turns[0][1]
         if any(turn.actions.keys() != first.actions.keys() for _, turn in turns):
             allowed = [list(turn.actions) for _, turn in turns]
@@ -192,7 +194,8 @@ class Ways:
         return self._place(path, options, number)
 
     def _place(self, path: _Path, options: list[tuple[Ids, States]], number: int) -> int:
-        """The place behind this path, at which these tokens may follow, each to states with weights."""
+        """Add the place after a path at which one of `options` follows, token sequences with the weighted states that
+        they lead to; return it."""
         place = self._places.setdefault(path, len(self._places))
         if place >= MOST:
             raise ValueError(f"the game can be played in too many ways, with over {MOST:,} tokens: give it fewer turns")
@@ -212,7 +215,7 @@ class Ways:
         return place
 
     def _finished(self, path: _Path, edge: int, states: States, number: int) -> None:
-        """Records the outcome of a turn that ends here: the weighted scores of ends, and links to further turns."""
+        """Record the outcome of a turn that ends here: the weighted scores of ends, and links to further turns."""
         nodes, whole = self._game.outlook(states), sum(w for w, _ in states)
         self._ends[edge] = sum(w * node.score for w, node in nodes if isinstance(node, End)) / whole
         shown: dict[Ids, list[tuple[float, Turn]]] = defaultdict(list)

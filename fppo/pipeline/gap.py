@@ -1,4 +1,4 @@
-"""Whether an engine samples from the policy that is trained, looked at in every step."""
+"""A check in every step that the engine samples from the policy that is trained."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ Then = Literal["warn", "stop"]
 _GAP = "rollout_corr/k3_kl"
 _EQUAL = "training/rollout_equal"
 WHOLE_STEPS = 2  # steps at the start of a run in which all rows are compared
-COMPARED = 16  # of the rows of a later step one in so many is compared
+COMPARED = 16  # in later steps one row in this many is compared
 ROUNDING = 1e-4  # the most by which two ways to compute the same log-prob differ in float32; 1e-6 is usual
 
 
 def of_engine(
     rows: Scored, run: RunState, log_probs: Callable[[Scored], Tensor]
 ) -> tuple[OldLogProbs, Tensor, Metrics]:
-    """The old log-probs [B, T] of rows: "engine", the engine's, if these are the policy's own but for rounding, else
-    "pass", those of a pass, which is what `log_probs` makes of rows.
+    """Choose the old log-probs [B, T] of rows: "engine", the engine's, if they equal the policy's own up to rounding;
+    else "pass", those of a pass, `log_probs(rows)`. Returns the choice, the log-probs, and metrics.
 
-    They are the engine's if the policy that is trained sampled all rows and a pass over one row in `COMPARED` differs
-    by `ROUNDING` at most, in every step anew, so that a step depends on its state alone. In the first `WHOLE_STEPS` of
-    a run the pass is over all rows, and gives the old log-probs. Warns of a larger difference. The metric
-    training/old_log_probs/gap is the largest difference of the rows compared, which `rollout_gap` describes too.
+    The engine's are chosen if the current policy sampled all rows, and a pass over one row in `COMPARED` differs by at
+    most `ROUNDING`. Every step decides anew, so that it depends on its state alone. In the first `WHOLE_STEPS` of a run
+    the pass is over all rows, and gives the old log-probs. Warns of a larger difference. The metric
+    training/old_log_probs/gap is the largest difference in the rows compared; `rollout_gap` gives further ones.
     """
     if not bool((rows.versions == run.actor.step).all()):
         trainers = log_probs(rows)
@@ -46,7 +46,7 @@ def of_engine(
     trainers, mask = log_probs(compared), compared.response_mask
     gap = metrics.masked_max((trainers - compared.rollout_log_probs).abs(), mask)
     report = rollout_gap(trainers, compared.rollout_log_probs, mask) | {"training/old_log_probs/gap": gap}
-    alike = float(gap.value) <= ROUNDING  # not so for nan
+    alike = float(gap.value) <= ROUNDING  # False for nan
     if not alike:
         text = "the engine's log-probs differ from the policy's own by more than rounding explains"
         text += f" (training/old_log_probs/gap > {ROUNDING:g}): a pass gives the old ones wherever they do"
@@ -58,11 +58,11 @@ def of_engine(
 
 @attrs.frozen(kw_only=True)
 class WatchAnnotate:
-    """Annotates by another stage, and warns or ends the run where on-policy rows were sampled from other probabilities.
+    """Annotate by another stage, and warn or end the run if on-policy rows were sampled from other probabilities.
 
     The gap is the KL divergence of the engine's policy from the trainer's, in nats per token (k3,
-    http://joschu.net/blog/kl-approx.html), if a pass measures it here. Rows that an earlier policy sampled are passed
-    over. The stage raises ValueError to end the run, on all ranks alike.
+    http://joschu.net/blog/kl-approx.html), if a pass measures it here. Batches with rows of an earlier policy are
+    skipped. The stage raises ValueError to end the run, on all ranks alike.
     """
 
     stage: AnnotateStage
@@ -77,7 +77,7 @@ class WatchAnnotate:
 
 @attrs.frozen(kw_only=True)
 class WatchUpdate:
-    """Watches the gap that an actor's update of one optimizer step measures, as `WatchAnnotate` does."""
+    """Watch the gap that an actor's update of a single optimizer step measures, as `WatchAnnotate` does."""
 
     stage: UpdateStage
     limit: float
@@ -91,7 +91,7 @@ class WatchUpdate:
 
 @attrs.frozen
 class HoldExact:
-    """Updates by another stage, and raises ValueError where it measures a log-prob of the engine's with other bits than
+    """Update by another stage, and raise ValueError if it finds a log-prob of the engine whose bits are not those of
     the policy's own: training/rollout_equal is below 1."""
 
     stage: UpdateStage

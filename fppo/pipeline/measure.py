@@ -29,11 +29,11 @@ GIB = 1024**3
 
 @attrs.frozen(kw_only=True)
 class Measured:
-    """Updates by another stage, and reports the FLOPs per second that its model's arithmetic needs, and their share of
+    """Update by another stage, and report the FLOPs per second that its model's arithmetic needs, and their share of
     the device's peak.
 
-    Every rank holds the whole batch. perf/tflops/ROLE is in 1e12 per second and rank. perf/mfu/ROLE is a mean of
-    nothing, nan, where the peak is unknown. Both count what is computed: tokens that rows share once.
+    Every rank holds the whole batch. perf/tflops/ROLE is in 1e12 per second and rank. perf/mfu/ROLE is nan, a mean of
+    nothing, if the peak is unknown. Both count the work that is done: tokens that rows share count once.
     """
 
     stage: UpdateStage
@@ -62,8 +62,8 @@ class Measured:
 def batch_metrics(batch: Experience, *, max_tokens: int) -> Metrics:
     """Rewards, advantages, returns, values and lengths of a batch of episodes. `max_tokens` is the response limit.
 
-    critic/... are of what the losses learn from: of the tokens in the loss mask, and of the whole rewards of the rows
-    that have one there. Lengths are of all rows.
+    critic/... cover what the losses learn from: the tokens in the loss mask, and the whole rewards of rows with such a
+    token. Lengths are of all rows.
     """
     mask = batch.response_mask
     width = mask.shape[1]
@@ -111,7 +111,7 @@ def memory_metrics() -> dict[str, float]:
 
 
 def gauges(*, mesh: Mesh, device: torch.device, traffic: Callable[[], dict[str, Traffic]]) -> dict[str, float]:
-    """Memory, and what went over each axis, of all ranks: the largest, and each rank's memory by its number.
+    """Memory, and the traffic on each axis: the largest of all ranks; with several ranks also the memory of each.
 
     perf/comm_s/AXIS are the seconds that a rank waited in collectives, perf/comm_gb/AXIS the GiB that it sent.
     """

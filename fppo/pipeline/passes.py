@@ -26,28 +26,28 @@ from fppo.steps.shared import SortedRows
 from fppo.steps.train_state import Params
 
 R = TypeVar("R", bound=Rows)
-PolicyFn = Callable[..., TokenOutputs]  # of parameters, rows and `outputs`: these outputs, [B, T] each
-ValueFn = Callable[[Params, Rows], Tensor]  # of a critic's parameters and rows: its values [B, T]
-BalanceFn = Callable[[SortedRows], Metrics]  # of rows: how ranks share their work
+PolicyFn = Callable[..., TokenOutputs]  # (params, rows, outputs=...) -> these outputs, each [B, T]
+ValueFn = Callable[[Params, Rows], Tensor]  # (a critic's params, rows) -> values [B, T]
+BalanceFn = Callable[[SortedRows], Metrics]  # rows -> how evenly ranks share their work
 Role = Literal["actor", "ref", "critic"]
 RouterReplay = Literal["none", "rollout", "old_log_probs", "all"]
-View = Callable[[Any], Any]  # of rows: those that a critic sees in their place
-Fetch = Callable[[Params], Params | OnHost]  # how a pass gets at parameters
+View = Callable[[Any], Any]  # rows -> the rows that a critic sees instead
+Fetch = Callable[[Params], Params | OnHost]  # makes parameters available to a pass
 ConfidenceFn = Callable[[Params, Tensor, Tensor, Tensor, Tensor | None], Tensor]  # `steps.confidence_values`
 HiddenFn = Callable[[Params, Tensor, Tensor, Tensor | None], Tensor]  # `steps.hidden_values`
-TruthSigns = Callable[[Any], Tensor]  # of rows: `data.truth_signs`
+TruthSigns = Callable[[Any], Tensor]  # rows -> `data.truth_signs`
 
 
 @attrs.frozen(kw_only=True)
 class Passes:
-    """The passes over a batch. All ranks of a pass have all rows, compute a share each, and have all results."""
+    """The passes over a batch. Every rank gets all rows, computes a share of them, and returns all results."""
 
     policy: PolicyFn
     reference: PolicyFn
-    values: ValueFn | None = None  # of a critic that is a model
-    confidence: ConfidenceFn | None = None  # of one that reads what the policy's own pass finds,
-    hidden: HiddenFn | None = None  # or the states in it,
-    truth_signs: TruthSigns | None = None  # and how responses agree with the truth
+    values: ValueFn | None = None  # for a critic that is a model
+    confidence: ConfidenceFn | None = None  # for a critic that reads log-probs and entropies of the policy's pass
+    hidden: HiddenFn | None = None  # for a critic that reads hidden states of that pass
+    truth_signs: TruthSigns | None = None  # more features for a privileged critic: agreement with the truth
     balance: BalanceFn = lambda rows: {}
 
     @property
@@ -57,8 +57,8 @@ class Passes:
 
 
 class ReadValues(NamedTuple):
-    """Values [B, T]; of an ensemble, whose mean they are, how far apart its members are; and what a privileged critic
-    knew of the truth [B, T, F]."""
+    """Values [B, T], of an ensemble the mean; the disagreement of an ensemble's members; and the truth's features [B,
+    T, F] that a privileged critic read."""
 
     values: Tensor
     disagreement: Tensor | None = None
@@ -66,7 +66,8 @@ class ReadValues(NamedTuple):
 
 
 def read_values(passes: Passes, params: Params, log_probs: Tensor, out: TokenOutputs, rows: Rows) -> ReadValues:
-    """The values of a critic without a model, from the log-probs [B, T] and what else it reads of the policy's pass."""
+    """The values of a critic without a model, from the log-probs [B, T] and the other outputs of the policy's pass that
+    it reads."""
     mask, signs = rows.response_mask, passes.truth_signs and passes.truth_signs(rows)
     if passes.confidence is not None:
         values = passes.confidence(params, log_probs, required(out.entropy), mask, signs)
@@ -78,14 +79,14 @@ def read_values(passes: Passes, params: Params, log_probs: Tensor, out: TokenOut
 
 
 def as_they_are(params: Params) -> Params | OnHost:
-    """The parameters as a pass gets at them: where they are."""
+    """Return the parameters unchanged."""
     return params
 
 
 @attrs.frozen(kw_only=True)
 class PolicyPass:
-    """Computes what a policy says of rows. `fetch` gets at its parameters; `record` runs passes of few tokens on a GPU
-    by one launch each."""
+    """Compute a policy's outputs for rows. `fetch` makes its parameters available; `record` runs passes of few tokens
+    on a GPU by one launch each."""
 
     forward: Forward
     micro_batching: MicroBatching
@@ -111,7 +112,7 @@ class PolicyPass:
 
 @attrs.frozen(kw_only=True)
 class ValuePass:
-    """Computes a critic's values of what `view` makes of the rows for it, such as `data.with_truth`."""
+    """Compute a critic's values of rows, as `view` shows them to it: `data.with_truth`, for example."""
 
     forward: Forward
     micro_batching: MicroBatching
@@ -136,8 +137,8 @@ def local_passes(
     replay: RouterReplay = "none",
     fetch: Callable[[Role, Params], Params | OnHost] = lambda role, params: params,
 ) -> Passes:
-    """The passes of models in this process: of a policy and its reference, and of a critic that is a model, or that
-    reads the policy's `confidence`. `fetch` is how the passes get at a role's parameters."""
+    """Make the passes of models in this process: of a policy and its reference, and of a critic that is a model, or
+    that reads the policy's `confidence`. `fetch` makes a role's parameters available to its passes."""
 
     def of_policy(role: Role, replayed: RouterReplay) -> PolicyPass:
         forward = attrs.evolve(policy, replay=replay == replayed)
@@ -155,14 +156,14 @@ def local_passes(
 
 
 class Share(NamedTuple, Generic[R]):
-    """This rank's share of rows that all ranks hold, and the numbers of every data rank's."""
+    """This rank's share of rows that all ranks hold, and the row indices of every data rank's share."""
 
     own: R
     places: list[list[int]]
     mesh: Mesh
 
     def collected(self, x: Tensor) -> Tensor:
-        """The results of all ranks for their rows, on every rank and in order."""
+        """Gather the results of all ranks' shares, on every rank and in the rows' order."""
         return collect(x, self.places, self.mesh)
 
 
@@ -176,7 +177,7 @@ def share_of(rows: R, forward: Forward) -> Share[R]:
 
 
 def balance_of(rows: SortedRows, forward: Forward) -> Metrics:
-    """How unequal the ranks' work is on these rows, where there are several ranks."""
+    """A metric of how unequal the ranks' work on these rows is; none on a single rank."""
     if ranks_on(forward.mesh, DATA_AXES) == 1:
         return {}
     alike = saves_enough(rows, forward)

@@ -1,4 +1,4 @@
-"""The start of a run in which a critic is fitted to a policy that stays as it is, until that helps no more."""
+"""Value pretraining: at the start of a run the critic is fitted to a fixed policy, until that helps no more."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def _none() -> Tensor:
 
 @state
 class Pretraining:
-    """How far it has come: leaves, so that a run goes on with it."""
+    """The progress of value pretraining, as leaves, so that a resumed run continues it."""
 
-    best: Tensor = attrs.field(factory=_none)  # 0-d float64, the explained variance
+    best: Tensor = attrs.field(factory=_none)  # 0-d float64, the best explained variance so far
     waited: int = 0  # steps since that rose
     steps: int = 0
     over: int = 0  # 1 once the policy is updated
 
 
 def plain_returns(experience: Experience, *, gamma: float = 1.0, turns: bool = False) -> Tensor:
-    """Returns without a critic's estimates, as `Pretrain.returns_of`: discounted by token, or by turn; [B, T]. Those of
-    a row go on in the next rows of its episode."""
+    """Returns [B, T] without a critic's estimates, for `Pretrain.returns_of`: discounted by token, or by turn. They run
+    on through all rows of an episode."""
     whole = joined(experience)
     rewards, mask = whole.token_rewards, whole.response_mask
     if turns:
@@ -43,9 +43,10 @@ def plain_returns(experience: Experience, *, gamma: float = 1.0, turns: bool = F
 
 @attrs.frozen(kw_only=True)
 class Pretrain:
-    """When it ends: after `limit` steps, or once the explained variance has not risen by `rise` for `patience` steps.
+    """The end of value pretraining: after `limit` steps, or once the explained variance has not risen by `rise` for
+    `patience` steps.
 
-    `returns_of(experience)` [B, T] is what the critic learns meanwhile: returns without its own estimates.
+    `returns_of(experience)` [B, T] is what the critic learns until then: returns without its own estimates.
     """
 
     limit: int
@@ -57,7 +58,8 @@ class Pretrain:
 def pretrain(
     progress: Pretraining, experience: Experience, *, rule: Pretrain
 ) -> tuple[Pretraining, Experience, Metrics]:
-    """A step of it: whether the policy is updated from this step on, and the batch with the returns to learn.
+    """Advance value pretraining by a step: decide whether the policy is updated from this step on, and give the batch
+    the returns to learn.
 
     The rows are responses that the critic has not learned from yet, so the variance of their returns that its values
     explain (1 - var(returns - values) / var(returns)) is a held-out one. VC-PPO's value pretraining, arXiv:2503.01491.

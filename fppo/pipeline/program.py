@@ -26,7 +26,7 @@ class Base:
     """The base of an adapter, which a checkpoint does not hold, and the adapter in words."""
 
     source: str
-    digest: str  # of its weights, as they are kept
+    digest: str  # of its weights, as they are stored
     dtype: str
     adapter: str  # rank, alpha, scaling and targets, in words
 
@@ -43,18 +43,19 @@ class RunState:
     cursor: DataCursor = attrs.field(factory=DataCursor)
     step: int = 0
     pretraining: Pretraining | None = None
-    bases: dict[str, Base] | None = None  # by role, of those that are trained by adapters
+    bases: dict[str, Base] | None = None  # by role, for roles trained by adapters
     ahead: tuple[Waiting, ...] = ()  # the batches of the next steps: see pipeline.ahead
 
 
 Draw = Callable[[DataCursor], tuple[Prompts, DataCursor]]
 LearnOfPrompts = Callable[[DataCursor, Scored], tuple[DataCursor, Metrics]]
-Work = Mapping[str, Callable[[], Any]]  # of which none needs another's result
+Work = Mapping[str, Callable[[], Any]]  # by name; none needs another's result
 Together = Callable[[Work], dict[str, Any]]
 
 
 def in_turn(work: Work) -> dict[str, Any]:
-    """The results of pieces of work, done one after the other. Any other order, or all at once, gives the same."""
+    """Run pieces of work one after the other, and return their results by name. Any order, or all at once, gives the
+    same."""
     done = {}
     for name, do in work.items():
         done[name] = do()
@@ -62,22 +63,22 @@ def in_turn(work: Work) -> dict[str, Any]:
 
 
 class RolloutStage(Protocol):
-    """Responses to prompts by the policy `params`, whose number is `version`. Where `Program.interrupts` it takes
-    `newer` too, as an `Ask` has it."""
+    """Sample responses to prompts by the policy `params` after `version` updates. With `Program.interrupts` it takes
+    `newer` too, as `Ask` does."""
 
     def __call__(self, prompts: Prompts, params: Params, *, key: Key, version: int) -> tuple[Rollout, Metrics]: ...
 
 
 class ScoreStage(Protocol):
-    """The rollout with scores. `prompts` are None where the rollout comes from a file."""
+    """Add scores to a rollout. `prompts` is None for a rollout from a file."""
 
     def __call__(self, rollout: Rollout, *, params: Params, prompts: Prompts | None) -> tuple[Scored, Metrics]: ...
 
 
 class SampleStage(Protocol):
-    """The scored batch of step `run.step`, drawn from `run.cursor` on, and the cursor behind its prompts.
+    """Make the scored batch of step `run.step`, drawn from `run.cursor`; return it, and the cursor after its prompts.
 
-    Of `run` it reads the step, the cursor, the key, and the actor's parameters and number of updates.
+    It reads only the step, the cursor and the key of `run`, and the actor's parameters and number of updates.
     """
 
     def __call__(
@@ -86,19 +87,19 @@ class SampleStage(Protocol):
 
 
 class AnnotateStage(Protocol):
-    """Scored rows with what the models of `run` say of them."""
+    """Add the outputs of the run's models to scored rows."""
 
     def __call__(self, scored: Scored, run: RunState) -> tuple[Annotated, Metrics]: ...
 
 
 class EstimateStage(Protocol):
-    """Annotated rows with rewards, advantages and returns, and the KL controller's next state."""
+    """Add rewards, advantages and returns to annotated rows, and advance the KL controller."""
 
     def __call__(self, annotated: Annotated, kl: KLState) -> tuple[Experience, KLState, Metrics]: ...
 
 
 class UpdateStage(Protocol):
-    """The state of actor or critic after its updates on the batch; `donate` gives up the memory of the old one."""
+    """Update the state of actor or critic on the batch; `donate` gives up the memory of the old state."""
 
     def __call__(
         self, state: TrainState, batch: Experience, *, key: Key, donate: bool
@@ -108,7 +109,7 @@ class UpdateStage(Protocol):
 def roll_out(
     prompts: Prompts, params: Params, *, key: Key, version: int, rollout: RolloutStage, score: ScoreStage
 ) -> tuple[Scored, Metrics]:
-    """Responses to the prompts, with their scores."""
+    """Sample responses to the prompts, and score them."""
     responses, generated = timed("gen", rollout)(prompts, params, key=key, version=version)
     scored, judged = timed("reward", score)(responses, params=params, prompts=prompts)
     return scored, metrics.merge(generated, judged)
@@ -122,9 +123,9 @@ def learn_nothing(cursor: DataCursor, scored: Scored) -> tuple[DataCursor, Metri
 
 @attrs.frozen
 class SampleBatch:
-    """Makes a batch of one draw of prompts, rolled out and scored.
+    """Make a batch of one draw of prompts, rolled out and scored.
 
-    `learn` adds the scores to what the cursor knows of the prompts, for a curriculum (`data.Learn`).
+    `learn` updates the cursor with the scores, for a curriculum (`data.Learn`).
     """
 
     learn: LearnOfPrompts = learn_nothing
@@ -148,7 +149,7 @@ def _nothing(params: Params) -> None:
 class Program:
     """The stages of a step, bound to models, kernels, mesh and scalars. A script may swap any.
 
-    Losses, estimators and kernels of one's own that are fields of the stages are put through the laws that take no time
+    User-defined losses, estimators and kernels among the stages' fields are checked by the laws that take no time
     (`laws.screen_policy_loss` and the like), unless `check` is False. Raises LawViolation.
     """
 
@@ -160,13 +161,13 @@ class Program:
     update_critic: UpdateStage | None = None
     sample: SampleStage = attrs.field(factory=SampleBatch)
     critic_warmup: int = 0  # steps at the start that train the critic alone
-    pretrain: Pretrain | None = None  # in their place, steps at the start as long as they help
-    steps: int | None = None  # of the run in all, for states with a clock (`steps.clock`)
-    freeze_critic: bool = False  # once the policy is updated
+    pretrain: Pretrain | None = None  # instead of that number, as long as it helps
+    steps: int | None = None  # of the whole run, for states with a clock (`steps.clock`)
+    freeze_critic: bool = False  # from the policy's first update on
     together: Together = in_turn  # how the updates of actor and critic run
-    hold: Callable[[Params], Params] = copy  # keeps a policy to sample from, while its own memory is given up
-    bring: Callable[[Params], None] = _nothing  # takes what is kept to where it is sampled from
-    interrupts: bool = False  # whether `rollout` takes `newer` weights on the way: see pipeline.ahead
+    hold: Callable[[Params], Params] = copy  # copies a policy to sample from, since its memory is given up
+    bring: Callable[[Params], None] = _nothing  # sends the copy to where it is sampled from
+    interrupts: bool = False  # whether `rollout` takes `newer` weights while it generates: see pipeline.ahead
     check: bool = True
 
     def __attrs_post_init__(self) -> None:

@@ -22,10 +22,10 @@ from fppo.runtime.sketches import Size, size_of, sketches
 
 DIGESTS = "digests.jsonl"
 OfState = Callable[[RunState, Kind], dict[str, str]]
-SIZES = "sizes"  # the sketches of a line's leaves, by which the size of a difference can be told
+SIZES = "sizes"  # the key of the sketches of a line's leaves, which give the size of a difference
 _PLAIN: Kind = "blake2b"  # of lines that name no kind
 _PARTS = ("batch", "result")
-# what rounding may change in a column of numbers of about 1, or relative to larger ones, by what a model computes in
+# by compute dtype, the most that rounding changes numbers of about 1, or larger ones relative to their size
 _ROUNDING = {"bfloat16": 2e-2, "float16": 2e-2}
 _OF_FLOAT32 = 1e-5
 
@@ -41,7 +41,7 @@ class DifferingLeaf:
 
 @attrs.frozen
 class Difference:
-    """The leaves in which a recomputed step parts from the recorded one, one or more, those of its batch first."""
+    """The leaves, one or more, in which a recomputed step differs from the recorded one, those of its batch first."""
 
     step: int
     leaves: tuple[DifferingLeaf, ...]
@@ -57,8 +57,8 @@ class Difference:
         return self.leaves[0].leaf
 
     def is_of_metrics(self, compute_dtype: str) -> bool:
-        """Whether only columns differ that metrics alone read, since the state after the step is equal bit for bit, and
-        by no more than rounding in what the model computes in."""
+        """Whether only metrics can differ: the state after the step is equal bit for bit, and columns of the batch
+        differ by no more than rounding in the model's compute dtype."""
         most = _ROUNDING.get(compute_dtype, _OF_FLOAT32)
         sizes = [x.size for x in self.leaves if x.part == "batch"]
         return len(sizes) == len(self.leaves) and all(x is not None and x.apart <= most * max(1.0, x.of) for x in sizes)
@@ -86,10 +86,10 @@ def digests_of(
     kind: Kind | None = None,
     of_state: OfState | None = None,
 ) -> dict[str, dict[str, str]]:
-    """The digests of a step's batch and of the state it led to, leaf by leaf; every rank gets the same of the state.
+    """The digests of a step's batch and of the state it led to, leaf by leaf; all ranks get equal digests of the state.
 
     `shapes` are the whole shapes of the state's leaves that the mesh may cut, `device` is the one that computes (None:
-    that of the actor's parameters). They are of `kind`, or of that which `digests.kind_of` has for the device.
+    that of the actor's parameters). The digests are of `kind`, by default that of `digests.kind_of` for the device.
     `of_state` digests a state that is not in this process.
     """
     device = device or device_of(run.actor.params)
@@ -111,8 +111,8 @@ def record_line(
     kind: Kind | None = None,
     of_state: OfState | None = None,
 ) -> dict[str, Any]:
-    """A step's line of the digests file: one digest of the state, that of each leaf, their kind unless blake2b, and a
-    sketch of each leaf."""
+    """A step's line of the digests file: a digest of the state, one of each leaf, their kind unless it is blake2b, and
+    a sketch of each leaf."""
     assert record.experience is not None
     device = device or device_of(record.run.actor.params)
     kind = kind or digests.kind_of(device, mesh)
@@ -146,11 +146,10 @@ def replay(
     device: torch.device | None = None,
     of_state: OfState | None = None,
 ) -> Iterator[tuple[RunState, Difference | None]]:
-    """Recomputes the steps after `run.step` up to `until`: the run after each, and where it first differs or None.
+    """Recompute the steps after `run.step` up to `until`; yield the run after each, and its difference or None.
 
     `begin(run)` iterates over the steps, as `train.iterate` does; the memory of `run` is given up. Steps whose digests
-    were not recorded are computed, and compared with nothing;
-    `shapes`, `device` and `of_state` are `digests_of`'s.
+    were not recorded are computed, but not compared. `shapes`, `device` and `of_state` are those of `digests_of`.
 
     Batch leaves come before result leaves, so a difference in the rollout is named before what follows from it. Raises
     ValueError if nothing was recorded of step `until`.
@@ -191,7 +190,7 @@ def sketch_of(line: Mapping[str, Any], part: str, leaf: str) -> Sequence[float] 
 
 
 def dump(record: StepRecord, line: dict[str, Any], directory: Path) -> Path:
-    """Writes the batch of a step whose update was not finite, with its digests beside it."""
+    """Write the batch of a step whose update was not finite, with its digests beside it."""
     assert record.experience is not None
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"step_{record.run.step:08d}.safetensors"

@@ -1,4 +1,4 @@
-"""The stages of a step: frozen values that are called with a record and return the next stage's."""
+"""The stages of a step: frozen values that are called with a record and return the record of the next stage."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from fppo.steps.train_state import Params
 from fppo.tree import replace
 
 ScoreFn = Callable[[Rollout], tuple[Scored, Metrics]]
-NUMBERS = 1000  # of an environment's info in a batch, by name
+NUMBERS = 1000  # the most names in an environment's info in a batch
 _PASSES = ("old_log_prob", "ref", "values")
 
 
 def no_callback(prompts: Prompts, n: int) -> OnFinished | None:
-    """No function for rows that finish."""
+    """Make no callback for finished rows."""
     del prompts, n
 
 
 @attrs.frozen(kw_only=True)
 class RollOut:
-    """Makes responses to prompts by the engine, and reports how far its two kinds of log-probs lie apart, and what
-    `measure` says of them. `make_on_finished(prompts, n)` gives the function that the engine calls for each row as it
+    """Sample responses to prompts by the engine, and report how far its two kinds of log-probs differ, and the metrics
+    of `measure`. `make_on_finished(prompts, n)` gives the function that the engine calls for each row as it
     finishes."""
 
     engine: Engine
@@ -58,7 +58,7 @@ class RollOut:
     def __call__(
         self, prompts: Prompts, params: Params, *, key: Key, version: int, newer: Newer | None = None
     ) -> tuple[Rollout, Metrics]:
-        """The rollout of the policy `params`, whose number is `version`; `newer` is an `Ask`'s."""
+        """Sample a rollout by the policy `params` after `version` updates; `newer` is that of `Ask`."""
         on_finished = self.make_on_finished(prompts, self.sampling.n)
         ask = Ask(prompts, self.sampling, key, version=version, on_finished=on_finished, newer=newer)
         rollout = self.engine.generate(params, ask)
@@ -70,7 +70,7 @@ class RollOut:
 
 @attrs.frozen(kw_only=True)
 class Score:
-    """Adds the scores of a reward to a rollout."""
+    """Add the scores of a reward to a rollout."""
 
     score: ScoreFn
 
@@ -81,7 +81,7 @@ class Score:
 
 @attrs.frozen(kw_only=True)
 class ScoreWithGreedy:
-    """Adds scores, with the score of each prompt's greedy response as the baseline (ReMax, arXiv:2310.10505), which the
+    """Add scores, and as the baseline the score of each prompt's greedy response (ReMax, arXiv:2310.10505), which the
     engine samples by `sampling`."""
 
     score: ScoreFn
@@ -89,7 +89,7 @@ class ScoreWithGreedy:
     sampling: Sampling
 
     def __call__(self, rollout: Rollout, *, params: Params, prompts: Prompts | None) -> tuple[Scored, Metrics]:
-        """The scored rows, which lie as engines make them, all responses to a prompt together. Raises ValueError
+        """Score the rows, which are in the order of engines: all responses to a prompt are adjacent. Raises ValueError
         without prompts."""
         if prompts is None:
             raise ValueError("remax samples a greedy response to each prompt: a rollout from a file has no prompts")
@@ -104,15 +104,17 @@ class ScoreWithGreedy:
 
 @attrs.frozen(kw_only=True)
 class Annotate:
-    """Adds old log-probs, reference log-probs if the run has a reference, and values if it has a critic.
+    """Add old log-probs, reference log-probs if the run has a reference, and values if it has a critic.
 
-    The old log-probs come from a "pass" of the policy before its update; or they are the "engine"'s; or the "update"
-    takes them from its own pass, and what stands in their field until then is the engine's; or "auto": the engine's
-    where a pass over few rows finds them to be the policy's own, else those of a pass (`gap.of_engine`). The metric
-    training/old_log_probs/SOURCE is 1. With `replay` a pass tells what experts the policy chooses; with "all" the
-    reference chooses them, too, and its pass comes after. With "rollout" the rows have those that the engine chose, and
-    the policy's passes choose them again; one over all rows tells which it would have chosen (`experts.rerouted`). The
-    others run `together`, as none needs another's result. `sum_squared` adds the sums of squared probabilities.
+    `old_log_probs` is the source of the old log-probs. "pass": a pass of the policy before its update. "engine": the
+    engine. "update": the update's own pass; until then the engine's stand in their place. "auto": the engine, if a pass
+    over a few rows finds that they are the policy's own, else a pass (`gap.of_engine`). The metric
+    training/old_log_probs/SOURCE is 1.
+
+    With `replay` a pass reports the experts that the policy chooses. With "all" the reference chooses the same, so its
+    pass comes after. With "rollout" the rows have the experts that the engine chose, and the policy's passes choose
+    them again; a pass over all rows reports the experts that it would have chosen (`experts.rerouted`). Passes that do
+    not need each other's results run `together`. `sum_squared` adds the sums of squared probabilities.
     """
 
     passes: Passes
@@ -122,7 +124,7 @@ class Annotate:
     together: Together = in_turn
 
     def __call__(self, scored: Scored, run: RunState) -> tuple[Annotated, Metrics]:
-        """The rows with what the models of the run say of them."""
+        """Add the outputs of the run's models to the rows."""
         passes, replay = self.passes, self.replay
         work: dict[str, Callable[[], tuple[Any, Metrics]]] = {
             "old_log_prob": partial(timed("old_log_prob", self._old), scored, run)
@@ -190,9 +192,9 @@ def _values(scored: Scored, params: Params, values: ValueFn) -> tuple[Tensor, Me
 
 @attrs.frozen
 class LeaveAgreed:
-    """Estimates by another stage, with advantages of 0 at the `share` of its tokens in which an ensemble of critics
-    agrees most (`advantages.decisive`); critic/ensemble/left is the share of these. The critics learn from all tokens.
-    """
+    """Estimate by another stage, with advantages of 0 at the `share` of tokens on which an ensemble of critics agrees
+    most (`advantages.decisive`); critic/ensemble/left is the fraction of such tokens. The critics learn from all
+    tokens."""
 
     stage: EstimateStage
     share: float = attrs.field(kw_only=True)
@@ -208,8 +210,8 @@ class LeaveAgreed:
 
 @attrs.frozen
 class LeaveDisputed:
-    """Estimates by another stage, without an entropy bonus for the `share` of its tokens in which an ensemble of
-    critics disagrees most (`advantages.undisputed`); critic/ensemble/disputed is the share of these."""
+    """Estimate by another stage, without an entropy bonus for the `share` of tokens on which an ensemble of critics
+    disagrees most (`advantages.undisputed`); critic/ensemble/disputed is the fraction of such tokens."""
 
     stage: EstimateStage
     share: float = attrs.field(kw_only=True)
@@ -231,13 +233,13 @@ def _apart(experience: Experience, reader: str) -> Tensor:
 
 @attrs.frozen(kw_only=True)
 class Estimate:
-    """Adds token rewards, advantages and returns, and the off-policy correction; and moves the KL controller.
+    """Add token rewards, advantages and returns, and the off-policy correction; and advance the KL controller.
 
-    `advantage_fn` is an estimator as those of `fppo.advantages`: its parameters are columns (`OfRows`).
-    Rows without a score (or, with baselines, without one of these) leave the mask first, and with it their group.
-    Advantages are estimated on all response tokens of the others; then the rows that a function of `drop` names
-    (bool [B]) and what the correction rejects leave the mask, the whitening and all denominators, so a rejected last
-    token does not take its row's reward with it. The divergence that the controller sees is that of all rows.
+    `advantage_fn` is an estimator like those of `fppo.advantages`: its parameters are columns (`OfRows`). First, rows
+    without a score (or, with baselines, without a baseline) leave the mask and their group. Then advantages are
+    estimated on all response tokens of the others. Last, rows for which a function of `drop` is True (bool [B]), and
+    tokens that the correction rejects, leave the mask, the whitening and all denominators; so a rejected last token
+    does not take its row's reward with it. The controller sees the divergence of all rows.
     """
 
     advantage_fn: Estimator
@@ -253,8 +255,8 @@ class Estimate:
         """The experience, the KL controller's next state, and metrics.
 
         Raises ValueError for an estimator whose results are not [B, T], and for a KL in the rewards without reference
-        log-probs or of another kind than "k1", the only one whose own expected gradient is 0, so that the penalty in
-        the rewards is all of it; RunFailed, which is one too, where no row of the first policy has a score.
+        log-probs or of another kind than "k1": only that has an expected gradient of 0 itself, so that the penalty in
+        the rewards is all of it. Raises RunFailed, a ValueError, if no row of the first policy has a score.
         """
         if self.kl_in_reward:
             _check_penalty(annotated, kl, self.kl_kind)
@@ -275,7 +277,7 @@ class Estimate:
 
 
 def _check_scores(annotated: Annotated) -> None:
-    """Raises RunFailed where the first policy, which has had no update, has no row with a score."""
+    """Raise RunFailed if the policy has had no update, and no row has a score."""
     there = annotated.has_score
     if not there.any() and not annotated.versions.any():
         lacking = [name for name, x in annotated.named_scores.items() if x.isnan().any()]
@@ -286,7 +288,8 @@ def _check_scores(annotated: Annotated) -> None:
 
 
 def _check_penalty(annotated: Annotated, kl: KLState, kind: str) -> None:
-    """Raises ValueError for a KL in the rewards that has no reference, or another gradient than the divergence's."""
+    """Raise ValueError for a KL in the rewards without a reference, or of a kind whose gradient is not the
+    divergence's."""
     if kl.coef > 0 and annotated.ref_log_probs is None:
         text = "needs ref_log_probs in the batch: give the run a reference policy (RunState.ref)"
         raise ValueError(f"kl_in_reward=True with the coefficient {float(kl.coef):g} {text}")
@@ -296,9 +299,9 @@ def _check_penalty(annotated: Annotated, kl: KLState, kind: str) -> None:
 
 
 def turn_metrics(rollout: Rollout) -> Metrics:
-    """The turns of a response, which observations part, the tokens of its observations, and failed calls of tools; of
-    an environment the sums of its rewards, the numbers of its info, and failed episodes. Where episodes have several
-    rows, also how many."""
+    """Metrics of turns: their number in a response (observations separate them), the tokens of observations, and failed
+    calls of tools; for an environment the numbers of its info and failed episodes instead. If episodes have several
+    rows, also their number."""
     several = rollout.episodes is not None
     rows = {"rollout/rows/mean": metrics.mean(len(rollout.row_ids), num_episodes(rollout))} if several else {}
     rollout = joined(rollout)
@@ -322,7 +325,7 @@ def turn_metrics(rollout: Rollout) -> Metrics:
 
 def environment_metrics(rollout: Rollout) -> Metrics:
     """The means of the numbers of an environment's info, over the episodes that have them. Raises ValueError for more
-    than `NUMBERS` names: each is a metric of the run."""
+    than `NUMBERS` names, since each is a metric of the run."""
     found: dict[str, list[float]] = {}
     for extra in joined(rollout).extras:
         for name, number in extra.get(INFO, {}).items() if isinstance(extra.get(INFO), dict) else ():

@@ -1,4 +1,4 @@
-"""One step of a run: the one that training, replays, comparisons of kernels and scripts all take."""
+"""One step of a run, the same for training, replays, comparisons of kernels, and scripts."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from fppo.tree import replace
 def ppo_step(
     run: RunState, *, program: Program, draw: Draw, donate: bool = False
 ) -> tuple[RunState, Experience, Metrics]:
-    """The run after its next step: a batch, annotated and estimated, and the updates of critic and actor on it.
+    """Run the next step: annotate and estimate a batch, and update critic and actor on it.
 
     The batch is the first that waits in `run.ahead`, else one that is sampled here, of prompts from `draw(run.cursor)`.
-    A run without a critic skips its update; the first `program.critic_warmup` steps skip the actor's, and so do those
-    that are `run.pretraining` (`pretrain`). With `program.freeze_critic` the others skip the critic's. `donate` gives
-    up the memory of `run`'s actor and critic. rollout/lag is how many updates the policy has had since it sampled.
+    A run without a critic skips its update; the first `program.critic_warmup` steps skip the actor's, and so do steps
+    of value pretraining (`run.pretraining`). With `program.freeze_critic` all other steps skip the critic's. `donate`
+    gives up the memory of `run`'s actor and critic. rollout/lag is how many updates the policy has had since it
+    sampled.
 
     Raises ValueError for a run with a critic whose program never updates it, for one of `program.pretrain` and
-    `run.pretraining` without the other, for stages with fields that do not go together (`checks.disagreements`), and
-    RunFailed, which is one too, where all of a model's first updates were skipped.
+    `run.pretraining` without the other, and for stages with fields that contradict each other (`checks.disagreements`).
+    Raises RunFailed, a ValueError, if all of a model's first updates were skipped.
     """
     stages = {name: getattr(program, name) for name in ("rollout", "annotate", "estimate", "update_actor")}
     if wrong := disagreements(**stages):
@@ -62,7 +63,7 @@ def ppo_step(
         "critic": (_timed(run.critic, run, program), program.update_critic),
         "actor": (_timed(run.actor, run, program), program.update_actor),
     }
-    of_role = {"critic": experience, "actor": replace(experience, hidden=None, truth_signs=None)}  # it reads neither
+    of_role = {"critic": experience, "actor": replace(experience, hidden=None, truth_signs=None)}  # unread by the actor
     done = program.together(
         {
             role: partial(timed(f"update_{role}", update), state, of_role[role], key=key.fold(role), donate=donate)
@@ -82,7 +83,7 @@ def ppo_step(
 
 
 def _timed(state: TrainState | None, run: RunState, program: Program) -> TrainState | None:
-    """The state with its clock, if it has one, at this step. Raises ValueError for a clock and no number of steps."""
+    """Set the state's clock, if it has one, to this step. Raises ValueError for a clock without `Program.steps`."""
     if state is None or state.clock is None:
         return state
     if program.steps is None:
@@ -95,8 +96,8 @@ def _untimed(state: TrainState) -> TrainState:
 
 
 def _ages(scored: Scored, version: int) -> Metrics:
-    """How many updates the policy of this version has had since it sampled rows, or tokens that have versions; and of
-    these how many are how old, and the oldest version."""
+    """Metrics of how many updates the policy has had since it sampled the rows, or the tokens if these have versions;
+    for tokens also the count of each age, and the oldest version."""
     versions, mask = scored.token_versions, scored.response_mask
     if versions is None:
         versions, mask = scored.versions, torch.ones_like(scored.versions, dtype=torch.bool)
@@ -111,8 +112,8 @@ def _ages(scored: Scored, version: int) -> Metrics:
 
 
 def check_updates(role: str, before: int, after: RunState, report: Metrics) -> None:
-    """Raises RunFailed if these were the model's first updates (`before` there were 0), or any that scale the loss by
-    the least that they do, and no gradient was finite."""
+    """Raise RunFailed if no gradient of these updates was finite, and they were the model's first (`before` is 0), or,
+    with a loss scale, had the least possible scale."""
     skipped, scale = report.get(f"{role}/skipped"), report.get(f"{role}/loss_scale")
     may_pass = before > 0
     if isinstance(scale, metrics.Mean):
@@ -135,11 +136,11 @@ def _not_finite(params: Params) -> list[str]:
 
 
 def _all_here(run: RunState) -> bool:
-    """Whether the parameters are in this process."""
+    """True if all parameters live in this process."""
     trees = (run.actor.params, run.critic and run.critic.params, run.ref)
     return all(isinstance(x, Tensor) for params in trees for x in (params or {}).values())
 
 
 def sample(run: RunState, *, program: Program, draw: Draw) -> tuple[Scored, DataCursor, Metrics]:
-    """The batch of step `run.step`, by the program's way to sample, and the cursor behind its prompts."""
+    """Sample the batch of step `run.step` by the program; return it, and the cursor after its prompts."""
     return program.sample(run, draw=draw, rollout=program.rollout, score=program.score)

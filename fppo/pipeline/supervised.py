@@ -31,13 +31,13 @@ class Imitation:
 
     draw: DrawDemonstrations
     update: Any  # an `UpdateSupervised`, or a stage around one
-    steps: int  # of the run in all, for a state with a clock
+    steps: int  # of the whole run, for a state with a clock
 
 
 def imitate_step(
     run: RunState, *, imitation: Imitation, donate: bool = False
 ) -> tuple[RunState, Demonstrations, Metrics]:
-    """The run after its next step: an update of the policy on the demonstrations that are drawn from `run.cursor` on.
+    """Run the next step: update the policy on demonstrations drawn from `run.cursor`.
 
     `donate` gives up the memory of the policy's state. Raises RunFailed if all first updates were skipped.
     """
@@ -69,7 +69,7 @@ def lengths_of(batch: Demonstrations) -> Metrics:
 def imitate_steps(
     run: RunState, *, imitation: Imitation, mesh: Mesh = LOCAL, donate: bool = False
 ) -> Generator[tuple[RunState, Demonstrations, Metrics], None, None]:
-    """Steps without end. With `donate` each state is given up to the next step."""
+    """Iterate over steps without end. With `donate` each step takes over the memory of the state before."""
     while True:
         start = now()
         run, batch, report = imitate_step(run, imitation=imitation, donate=donate)

@@ -1,4 +1,5 @@
-"""One step of a run under other kernels: in which stage, and in which leaf first, they part from the run's own."""
+"""Compare a step of a run under other kernels with the run's own: the stages that differ, and the first leaf that
+does."""
 
 from __future__ import annotations
 
@@ -36,11 +37,11 @@ ESTIMATES = ("token_rewards", "advantages", "returns", "correction_weights", "en
 
 @attrs.frozen(kw_only=True)
 class Parting:
-    """How one stage differs from the reference: its first leaf that does, and by how much.
+    """How one stage differs from the reference: its first differing leaf, and by how much.
 
-    `max_abs` is the largest difference in that leaf, `relative` that over the leaf's largest number, `worst` the
-    largest `relative` in the stage. A leaf of another shape, or one that is not numbers, is infinitely far. `leaf` is
-    None where the stage is bit-equal.
+    `max_abs` is the largest difference in that leaf, `relative` its ratio to the leaf's largest number, `worst` the
+    largest `relative` in the stage. A leaf of another shape or dtype, or an unequal one that is not a tensor, is
+    infinitely far. `leaf` is None if the stage is bit-equal.
     """
 
     stage: str
@@ -54,7 +55,7 @@ class Parting:
 
 @attrs.frozen(kw_only=True)
 class Watched:
-    """Kernels whose optimizer keeps, for each role, the gradients of the first update that is announced."""
+    """Kernels whose AdamW keeps, for each role, the gradients of the first update after the role is announced."""
 
     kernels: Kernels
     gradients: dict[str, list[Tensor]]
@@ -65,8 +66,8 @@ class Watched:
 class Trace:
     """A step, stage by stage.
 
-    `sampled` is the batch that the step's own stages sampled and scored, None where one waited for it. `gradients` are
-    those of the first update of each role, by parameter; there are none of a role whose optimizer does not call AdamW's
+    `sampled` is the batch that the step's own stages sampled and scored, None if a batch was waiting. `gradients` are
+    those of the first update of each role, by parameter; a role is missing if its optimizer does not call AdamW's
     kernel with all parameters.
     """
 
@@ -77,7 +78,7 @@ class Trace:
 
 
 def watch(kernels: Kernels) -> Watched:
-    """The kernels, watched; for one trace."""
+    """Wrap kernels so that they keep gradients, for one trace."""
     gradients: dict[str, list[Tensor]] = {}
     announced: list[str] = []
 
@@ -92,10 +93,10 @@ def watch(kernels: Kernels) -> Watched:
 def trace(
     run: RunState, *, program: Program, draw: Draw, watched: Watched, ahead: int = 0, reference: Trace | None = None
 ) -> Trace:
-    """The step after `run`, by a program of watched kernels. `run` keeps its memory.
+    """Trace the step after `run`, by a program of watched kernels. `run` keeps its memory.
 
-    With a `reference` the stages after the rollout start from its batch, so that they stay comparable where the
-    tokens sampled here are others. `ahead` is `iterate`'s.
+    With a `reference` the stages after the rollout start from its batch, so that they stay comparable even if other
+    tokens are sampled here. `ahead` is that of `iterate`.
     """
     batches: list[Scored] = []
     parameters: dict[str, list[str]] = {}
@@ -115,7 +116,7 @@ def trace(
             watched.announced[:] = [role]
             parameters[role] = list(state.params)
             done = update(state, batch, key=key, donate=donate)
-            watched.announced.clear()  # an update by another optimizer leaves it to none
+            watched.announced.clear()  # an optimizer without AdamW's kernel has not taken it
             return done
 
         return announced
@@ -138,7 +139,7 @@ def trace(
 
 
 def partings(reference: Trace, other: Trace) -> list[Parting]:
-    """Every stage of the step in its order, each with where the other trace parts from the reference."""
+    """Compare two traces: one result for each stage of the step, in order."""
     both = [_stages(reference), _stages(other)]
     return [_parting(name, both[0][name], both[1].get(name, [])) for name in both[0]]
 
@@ -179,7 +180,7 @@ def _parting(stage: str, expected: Leaves, actual: Leaves) -> Parting:
 
 
 def _gap(expected: Any, actual: Any) -> tuple[float, float] | None:
-    """The largest difference, and that over the largest number; None for equal bits."""
+    """The largest difference, and its ratio to the largest number; None for equal bits."""
     if not isinstance(expected, Tensor):
         return None if expected == actual else (torch.inf, torch.inf)
     if not isinstance(actual, Tensor) or actual.shape != expected.shape or actual.dtype != expected.dtype:

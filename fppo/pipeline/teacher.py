@@ -1,4 +1,4 @@
-"""A teacher: a frozen policy whose log-probs of the sampled tokens go with a batch's scores."""
+"""A teacher: a frozen policy whose log-probs of the sampled tokens are added to a batch with the scores."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fppo.steps.outputs import Rows
 from fppo.steps.train_state import Params
 from fppo.tree import replace
 
-TeacherFn = Callable[[Rollout, float], Tensor]  # of rows and a temperature: log-probs [B, T] of the sampled tokens
+TeacherFn = Callable[[Rollout, float], Tensor]  # (rows, temperature) -> log-probs [B, T] of the sampled tokens
 REVERSE_KL = "reverse_kl"  # among the named scores
 
 
 @attrs.frozen(kw_only=True)
 class TeacherPass:
-    """Computes a teacher's log-probs [B, T] of sampled tokens: the pass of a policy, on parameters that stay, over what
-    `view` makes of the rows for it, such as `data.with_teacher_prompt`."""
+    """Compute a teacher's log-probs [B, T] of sampled tokens: a policy's pass with fixed parameters, over rows as
+    `view` shows them to it (`data.with_teacher_prompt`, for example)."""
 
     params: Params
     policy: PolicyPass
@@ -40,12 +40,12 @@ class TeacherPass:
 
 @attrs.frozen(kw_only=True)
 class ScoreByTeacher:
-    """Scores a rollout by another function, and adds a teacher's log-probs of its tokens at the `temperature` at which
+    """Score a rollout by another function, and add a teacher's log-probs of its tokens at the `temperature` at which
     they were sampled.
 
     The named score "reverse_kl" is the mean over a row's tokens of the engine's log-prob minus the teacher's
-    (`advantages.mean_reverse_kl`). It counts nothing in the score, unless the teacher is `alone`: there is no other
-    reward then, and the score is -reverse_kl. timing_s/teacher is the time of the pass, within that of the scoring.
+    (`advantages.mean_reverse_kl`). It does not count in the score, unless the teacher is `alone`: then there is no
+    other reward, and the score is -reverse_kl. timing_s/teacher is the time of the pass, within that of the scoring.
     """
 
     score: ScoreFn

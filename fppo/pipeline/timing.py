@@ -26,7 +26,8 @@ class StageSpan(NamedTuple):
 
 
 def timed(name: str, stage: Callable[P, R]) -> Callable[P, R]:
-    """The stage, with when it ran as `timing_s/name` in the metrics that it returns last; profiles show its name."""
+    """Wrap a stage: the metrics that it returns last get its start and seconds as `timing_s/name`, and profiles its
+    name."""
 
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         start = now()
@@ -38,7 +39,7 @@ def timed(name: str, stage: Callable[P, R]) -> Callable[P, R]:
 
 
 def spans(report: Mapping[str, Metric]) -> list[StageSpan]:
-    """When each stage ran of which the metrics tell that, in order."""
+    """The start and seconds of all timed stages in the metrics, in order of their starts."""
     found = [
         StageSpan(name.removeprefix(TIMING), *row)
         for name, metric in report.items()
@@ -49,7 +50,7 @@ def spans(report: Mapping[str, Metric]) -> list[StageSpan]:
 
 
 def covered(ran: Iterable[StageSpan]) -> float:
-    """The seconds in which at least one of them ran."""
+    """The seconds in which at least one of the stages ran."""
     total, end = 0.0, float("-inf")
     for span in sorted(ran, key=lambda span: span.start):
         last = span.start + span.seconds
@@ -59,9 +60,9 @@ def covered(ran: Iterable[StageSpan]) -> float:
 
 
 def now() -> float:
-    """Seconds on a clock that only rises, once the accelerator has done what this thread's stream was asked to.
+    """Seconds on a monotonic clock, once the accelerator has finished the work in this thread's stream.
 
-    It does not wait for the whole device: other threads may sample, or record what they do as a CUDA graph, meanwhile.
+    It does not wait for the whole device: other threads may sample, or record CUDA graphs, meanwhile.
     """
     if torch.cuda.is_initialized():  # a controller of ranks elsewhere never uses it
         torch.cuda.current_stream().synchronize()

@@ -1,4 +1,4 @@
-"""The loop around `ppo_step`: prompts in, steps out to observers, until the steps are done or a stop is asked for."""
+"""The loop around `ppo_step`: prompts in, steps out to observers, until the steps are done or a stop is requested."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fppo.tree import replace
 @attrs.frozen(kw_only=True)
 class StepRecord:
     """The result of one step: the state after it, its batch (None for the evaluation before the first; of a supervised
-    run `Demonstrations`), its numbers, and when its stages ran, with all of it as "step"."""
+    run `Demonstrations`), its numbers, and the times of its stages, with the whole step as "step"."""
 
     run: RunState
     experience: Any
@@ -47,18 +47,18 @@ class Evaluation:
 
     evaluate: Evaluate
     every: int = 0  # steps from one to the next; 0: only before the first step and after the last
-    before: bool = True  # the first step
+    before: bool = True  # also before the first step
 
 
 def iterate(
     run: RunState, *, program: Program, draw: Draw, ahead: int = 0, mesh: Mesh = LOCAL, donate: bool = False
 ) -> Generator[tuple[RunState, Experience, Metrics], None, None]:
-    """Steps without end. With `donate` each state is given up to the next step: use it before asking for that.
+    """Iterate over steps without end. With `donate` a step takes over the last state's memory: use that before.
 
-    With `ahead` above 0 the batches of the next so many steps are made while this one trains, by a thread, and wait in
-    the state: see `pipeline.ahead`, which refuses several GPUs; with `program.interrupts` some may be under way when a
-    step ends, and are until the iterator is closed. perf/throughput is in tokens per second and rank,
-    timing_s/outside what of timing_s/step is in no other time.
+    With `ahead` above 0 a thread makes the batches of the next `ahead` steps while a step trains, and they wait in the
+    state: see `pipeline.ahead`, which refuses several GPUs. With `program.interrupts` some may be unfinished when a
+    step ends, and are made until the iterator is closed. perf/throughput is in tokens per second and rank,
+    timing_s/outside is the part of timing_s/step outside all other times.
     """
     check_devices(ahead, ranks_on(mesh, AXES), device_of(run.actor.params))
     if program.interrupts:
@@ -96,15 +96,15 @@ def train(
     mesh: Mesh = LOCAL,
     donate: bool = False,
 ) -> RunState:
-    """The run after step `steps`, or after the step in which `stop` became true.
+    """Train until step `steps`, or until `stop` returns True after a step; return the run.
 
-    Every step's record goes to each of `observers`, in order, and its memory is given up to the next step; the metrics
-    of an evaluation that is due join those of its step. What an observer returns joins the numbers for those after it,
-    what the last one returns those of the next step. The times of a step are as of an observer's call, and the next
-    step begins at the call of the last one, so that all the time of a run is some step's.
+    Every step's record goes to each of `observers`, in order, and the next step takes over its memory; the metrics of
+    an evaluation that is due join those of its step. Numbers that an observer returns join those for later observers,
+    and those of the last one join the next step's. The times of a step are taken when an observer is called, and the
+    next step begins when the last one is called, so that all the time of a run belongs to some step.
 
-    On a mesh all ranks come here, and a stop that one asks for stops all. `ahead` is `iterate`'s. `donate` gives up the
-    memory of `run` too; without it actor and critic are copied first.
+    On a mesh all ranks must call this, and one rank's stop stops all. `ahead` is that of `iterate`. `donate` gives up
+    the memory of `run` too; without it actor and critic are copied first.
     """
     begin = partial(iterate, program=program, draw=draw, ahead=ahead, mesh=mesh, donate=True)
     how = {"observers": observers, "evaluation": evaluation, "stop": stop, "mesh": mesh, "donate": donate}
@@ -122,8 +122,8 @@ def watch_steps(
     mesh: Mesh = LOCAL,
     donate: bool = False,
 ) -> RunState:
-    """The run after step `steps` of those that `begin(run)` iterates over, which give up each state to the next step;
-    see `train` for the rest."""
+    """Run the steps over which `begin(run)` iterates, until step `steps`; each takes over the memory of the state
+    before. See `train` for the rest."""
 
     def stopped() -> bool:
         return any_rank(stop(), mesh, device_of(run.actor.params))
@@ -175,8 +175,8 @@ def _observe(
     left: _Left = _NOTHING,
     ranks: int = 1,
 ) -> tuple[float, _Left]:
-    """Passes the record of a step that began at `since`, with what is `left` by the one before, to the observers;
-    when the last of them was called, and what it returned."""
+    """Pass the record of a step that began at `since` to the observers, with what the step before `left`; return when
+    the last observer was called, and what it returned."""
     numbers = metrics.report(report) | memory_metrics() | {"training/global_step": float(run.step), **left.numbers}
     ran, own = [*left.spans, *spans(report)], ()
     stages = numbers.get("timing_s/step", 0.0) - numbers.get("timing_s/outside", 0.0)
@@ -200,7 +200,7 @@ def _observe(
 
 
 def _times(seconds: float, stages: float, tokens: float) -> dict[str, float]:
-    """The numbers of a step of so many seconds, so many of them in stages, and so many tokens on each rank."""
+    """The numbers of a step that took `seconds`, `stages` of them in stages, with `tokens` tokens on each rank."""
     return {
         "timing_s/step": seconds,
         "timing_s/outside": seconds - stages,
@@ -210,7 +210,7 @@ def _times(seconds: float, stages: float, tokens: float) -> dict[str, float]:
 
 
 def times_of(seconds: float, stages: float, tokens: float) -> Metrics:
-    """The times of a step as metrics, before its observers: see `_times`."""
+    """Step times as metrics, without the observers."""
     times = _times(seconds, stages, tokens)
     return {name: metrics.mean(x) if "perf/" in name else metrics.total(x) for name, x in times.items()}
 

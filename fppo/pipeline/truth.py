@@ -1,4 +1,4 @@
-"""A critic beside the truth, on tasks whose values are known."""
+"""A critic compared with exact values, on tasks whose values are known."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fppo.tree import state
 
 Answers = Callable[[Prompts], tuple[Tensor, Tensor]]  # the right responses: int64 [B, A], and their mask
 KEPT = 8  # responses that are shown token by token
-LEAST = 1e-3  # of an exact advantage that has a direction
+LEAST = 1e-3  # the least size of an exact advantage whose sign is compared
 
 
 @state
@@ -40,7 +40,7 @@ class Continued:
 
 
 class Beside(NamedTuple):
-    """Responses with what the critic and the estimator say of each token, and what is exact; all [B, T]."""
+    """Responses with the critic's values and the estimator's advantages, beside the exact ones; all [B, T]."""
 
     rollout: Rollout
     values: Tensor
@@ -53,8 +53,8 @@ OnBeside = Callable[[Beside], None]
 
 
 class Truth(NamedTuple):
-    """Responses and what the policy says of them, where it has been asked; and all [B, T] the exact value before each
-    token, and of the policy's own responses their rewards and the exact advantages."""
+    """Responses; the policy's outputs for them, if they were computed; the exact value before each token; and for the
+    policy's own responses their rewards and exact advantages, all [B, T]."""
 
     rows: Rows
     out: TokenOutputs | None
@@ -68,8 +68,8 @@ PolicyOf = Callable[[Rows], TokenOutputs]
 
 @attrs.frozen(kw_only=True)
 class Known:
-    """The known truth of a task, a function of prompts, their rollout and the policy's outputs for rows, such as
-    `one_answer`'s; and the estimator of the run's advantages, of token rewards, values and mask."""
+    """The known truth of a task: `exact`, a function of prompts, their rollout and the policy's outputs for rows, such
+    as `one_answer`; and `estimate`, the run's estimator, a function of token rewards, values and mask."""
 
     exact: Callable[[Prompts, Rollout, PolicyOf], Iterable[Truth]]
     estimate: Callable[[Tensor, Tensor, Tensor], Advantages] = advantages.gae
@@ -85,16 +85,16 @@ def critic_truth(
     passes: Passes,
     keep: OnBeside = lambda beside: None,
 ) -> Metrics:
-    """How far the critic's values are from the exact ones of the policy as it samples.
+    """Metrics of how far the critic's values are from the exact ones of the policy that samples.
 
-    The values compared are those before every token of the policy's responses to the prompts, one to each, and of what
-    else `known.exact` has. critic/true/mse is the mean square of the difference, critic/true/variance that of the exact
-    values, and critic/true/r2 is 1 - mse / variance: 1 for a critic that knows, 0 for one that knows their mean.
+    Compared are the values before every token of the policy's responses, one to each prompt, and of other responses
+    that `known.exact` yields. critic/true/mse is the mean squared difference, critic/true/variance the variance of the
+    exact values, critic/true/r2 is 1 - mse / variance: 1 for a perfect critic, 0 for one that knows their mean.
 
-    Of the policy's own responses the advantages that `known.estimate` makes of the critic's values are held against the
-    exact ones: critic/true/cosine is that of the angle between them over all tokens, and critic/true/sign the share of
-    the tokens whose exact advantage is 0.001 or more in size in which both have the same sign. The first responses,
-    with all this, go to `keep`.
+    For the policy's own responses, the advantages that `known.estimate` makes of the critic's values are compared with
+    the exact ones. critic/true/cosine is the cosine of the angle between them over all tokens. critic/true/sign is the
+    fraction of equal signs among the tokens whose exact advantage is 0.001 or more in size. `keep` gets the first
+    responses with all this.
     """
     assert run.critic is not None
     of_policy, of_critic = partial(passes.policy, run.actor.params, outputs=("log_probs", *passes.read)), passes.values
@@ -123,7 +123,7 @@ def critic_truth(
 def one_answer(
     asked: Prompts, rollout: Rollout, of_policy: PolicyOf, *, answers: Answers, gamma: float = 1.0
 ) -> Iterator[Truth]:
-    """The truth about the right answers and about the rollout's responses, one to each prompt, where the right one is
+    """The truth about the right answers and about the rollout's responses, one to each prompt, if the right one is
     worth 1 and all others 0 (`advantages.exact_values`); exact advantages are r + gamma V_s - V."""
     answer, answered = (x.to(rollout.tokens.device) for x in answers(asked))
     right = _answered(asked, answer, answered)
@@ -159,7 +159,7 @@ def _rewards(answers: Tensor, answer_mask: Tensor, responses: Tensor, mask: Tens
 
 
 def _pointing(besides: list[Beside]) -> Metrics:
-    """Whether the estimated advantages point as the exact ones do."""
+    """Metrics of how well the estimated advantages agree with the exact ones in direction."""
     real, found = (
         torch.cat([getattr(beside, name)[beside.rollout.response_mask].double() for beside in besides])
         for name in ("exact_advantages", "advantages")
@@ -179,7 +179,7 @@ def _compared(true: Tensor, guess: Tensor) -> Metrics:
 
 
 def right_answers(prompts: Prompts, *, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """The ground truths as responses, int64 [B, A], and their mask: each with the end that stops it, if there is room.
+    """The ground truths as responses, int64 [B, A], and their mask: each with the stop token, if there is room.
 
     A ground truth that is longer than responses can be has no response, and an empty row. Raises ValueError unless one
     token alone ends a response: else there are several right ones.

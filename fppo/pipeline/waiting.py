@@ -13,7 +13,7 @@ from fppo.tree import replace, state
 
 @state
 class Waiting:
-    """A batch that was made before its step, with the metrics of how it was sampled and scored."""
+    """A batch that was made before its step, with the metrics of sampling and scoring it."""
 
     scored: Scored  # without the rows' inputs
     metrics: Metrics
@@ -21,8 +21,8 @@ class Waiting:
 
     @staticmethod
     def of(scored: Scored, metrics: Metrics) -> Waiting:
-        """The batch as a checkpoint gives it back, with objects as JSON has them. Raises ValueError for objects that do
-        not fit JSON."""
+        """Store a batch as a checkpoint gives it back, with objects converted to JSON and back. Raises ValueError for
+        objects that do not fit JSON."""
         inputs, plain = scored.inputs, replace(scored, inputs=None)
         columns = {f.name: getattr(plain, f.name) for f in attrs.fields(Scored)}
         as_json = {name: _as_json(name, x) for name, x in columns.items() if isinstance(x, Column)}

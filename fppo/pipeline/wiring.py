@@ -30,8 +30,8 @@ from fppo.steps.train_state import init_state
 @attrs.frozen(kw_only=True)
 class Pieces:
     """The parts of a run. The stages of `program` are frozen values: `attrs.evolve(program, update_actor=
-    attrs.evolve(program.update_actor, loss_fn=mine))` changes one field of one, and a function of one's own takes the
-    place of a stage in the same way."""
+    attrs.evolve(program.update_actor, loss_fn=mine))` changes one field of a stage, and a function of your own can
+    replace a stage in the same way."""
 
     run: RunState  # before its first step
     program: Program
@@ -57,14 +57,14 @@ def pieces(
     advantage: Estimator = advantages.gae,
     key: Key | None = None,
 ) -> Pieces:
-    """A run of PPO on one device: what `train(pieces.run, program=pieces.program, draw=pieces.draw, steps=...)` takes.
+    """Make a run of PPO on one device, for `train(pieces.run, program=pieces.program, draw=pieces.draw, steps=...)`.
 
     `policy` is what `models.load` returns. Each step takes `batch_size` sequences, `sampling.n` for each prompt, which
-    end with the tokenizer's end where `sampling` names no stop tokens. `loop` and `optimizer` are the actor's and the
-    critic's; there is a critic, made of the policy, for an `advantage` that reads values, as `advantages.gae` does.
-    The loss is `losses.ppo_clip`, without a KL term or a reference. Draws are by `key`, which is Key(0) without one.
+    end with the tokenizer's end token if `sampling` names no stop tokens. `loop` and `optimizer` are the actor's and
+    the critic's; there is a critic, made of the policy, for an `advantage` that reads values, as `advantages.gae` does.
+    The loss is `losses.ppo_clip`, without a KL term or a reference. Draws depend on `key`, by default Key(0).
 
-    Raises ValueError for sizes that do not fit each other, and for a tokenizer or prompts that are not the model's.
+    Raises ValueError for sizes that do not fit each other, and for a tokenizer or prompts that do not fit the model.
     """
     model, params = policy
     key = key or Key(0)
@@ -104,8 +104,9 @@ def pieces(
 
 
 def with_teacher(own: Pieces, teacher: tuple[Model, Params], *, micro_batching: MicroBatching) -> Pieces:
-    """The pieces with a teacher, what `models.load` returns, whose log-probs of the sampled tokens go with the scores:
-    for an estimator that reads them, as `advantages.reverse_kl` does. Raises ValueError for one of fewer tokens."""
+    """Add a teacher, as `models.load` returns it, whose log-probs of the sampled tokens are added with the scores: for
+    an estimator that reads them, such as `advantages.reverse_kl`. Raises ValueError for a teacher with a smaller
+    vocabulary."""
     model, params = teacher
     most, rows = own.policy.model.config.vocab_size, model.config.vocab_size
     if rows < most:
@@ -131,10 +132,10 @@ def wire(
     together: Together = in_turn,
     check: bool = True,
 ) -> Program:
-    """The program of a step: what its stages share, and what the estimator reads, is said once.
+    """Make the program of a step: settings that its stages share are given once.
 
-    An estimator that reads "baselines" gets the scores of greedy responses, one that reads "sum_squared_probs" these of
-    the policy's pass. See `Annotate` for `old_log_probs` and `replay`, `Program` for `together` and `check`.
+    An estimator that reads "baselines" gets the scores of greedy responses, one that reads "sum_squared_probs" gets
+    those of the policy's pass. See `Annotate` for `old_log_probs` and `replay`, `Program` for `together` and `check`.
     """
     engine, sampling, advantage = rollout.engine, rollout.sampling, estimate.advantage_fn
     greedy = ScoreWithGreedy(score=score, engine=engine, sampling=attrs.evolve(sampling, greedy=True, n=1))
@@ -157,7 +158,7 @@ def wire(
 
 
 def _check_sizes(sampling: Sampling, batch_size: int, loop: Loop, advantage: Estimator) -> None:
-    """Raises ValueError with all that does not fit, as the checks of settings say it."""
+    """Raise ValueError that names all sizes that do not fit, in the words of the checks of settings."""
     n, mini, wrong = sampling.n, loop.mini_batch_size, list[str]()
     if batch_size < 1 or batch_size % n:
         wrong.append(f"batch_size={batch_size}: give a multiple of Sampling.n = {n}, since it counts sequences")

@@ -59,8 +59,8 @@ _PLAIN_GROUP = re.compile(r"(?:\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^()\\\[])*", re.D
 
 
 def _first_group(pattern: re.Pattern[str]) -> re.Pattern[str] | None:
-    """A pattern that finds a text which the first group matches from end to end, but for white space; None if the group
-    depends on what is around it, or holds groups."""
+    """A pattern that matches a text if the first group matches all of it but white space; None if the group depends on
+    its surroundings, or holds groups."""
     text, place = pattern.pattern, 0
     while place < len(text):
         before = _PLAIN_GROUP.match(text, place)
@@ -101,10 +101,10 @@ def _prepare_math_verify() -> None:
 def math_verify(sample: Sample, *, expressions: bool = False) -> dict[str, Any]:
     r"""1 if the response's final answer equals the ground truth as mathematics, by the package math-verify.
 
-    The answer to a number, a set or an interval must be evaluated: numbers, fractions, percentages, with units or
-    without. "2*3" is no answer to 6, and other expressions may hold no arithmetic of numbers that the truth lacks;
-    `expressions` takes all that is equal. In a response with boxes these are the answer: several of different contents
-    are a set, and an empty one is none, as are several numbers in a row at the end of a response without boxes.
+    If the truth is a number, a set or an interval, the answer must be evaluated: numbers, fractions, percentages, with
+    units or without. "2*3" is no answer to 6. Other expressions must not hold arithmetic of numbers that the truth
+    lacks. `expressions` accepts all that is equal. If a response has boxes, these are the answer: several of different
+    contents are a set, and an empty one is no answer. Without boxes, several numbers in a row at the end are no answer.
 
     math-verify's own time limits use signals and are off: the worker's limit holds. Raises ValueError if the ground
     truth is empty or cannot be parsed; a response that cannot be parsed scores 0.
@@ -121,7 +121,7 @@ def _math_complaint(truth: Any) -> str | None:
     _prepare_math_verify()
     try:
         right = mathematics.judged(mathematics.own_answer(truth), truth)[0] == 1.0
-    except Exception as error:  # as of math-verify
+    except Exception as error:  # math-verify raises any exception
         return printable(str(error) or type(error).__name__, 200)
     return None if right else f"the ground truth {shown(truth, 80)} does not score its own text as an answer"
 

@@ -44,7 +44,7 @@ class EarlyRewardRunner:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._rollout = 0  # its number
+        self._rollout = 0  # the number of the current rollout
         self._begin(None)
 
     def _begin(self, prompts: Prompts | None) -> None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def environment_reward(rollout: Rollout) -> tuple[Tensor, Metrics, Tensor]:
     """Sum each row's rewards of turns [B]; the third result, bool [B], is False where the environment failed.
 
-    Raises ValueError for a rollout without them, and RunFailed, its subclass, where the environment failed on every row
-    of a policy without updates.
+    Raises ValueError for a rollout without rewards of turns, and RunFailed, its subclass, if the environment failed on
+    every row of a policy without updates.
     """
     from fppo.rollout.turns.engine import WHY
 

@@ -118,7 +118,7 @@ class LanguageJudge:
 
 
 def question_of(template: str, sample: Sample) -> str:
-    """Fill the template with a sample's texts; a chat becomes all that its messages say, with their roles if there are
+    """Fill the template with a sample's texts; a chat becomes the text of its messages, with their roles if there are
     several."""
     messages = sample.extras.get(MESSAGES) or ()
     prompt = "\n\n".join(f"{m['role']}: {text_of(m)}" for m in messages)

@@ -1,6 +1,7 @@
-"""Answers as mathematics, by the package math-verify: what a response answers, and whether it is an answer.
+"""Answers as mathematics, by the package math-verify: the answer of a response, and whether it counts as one.
 
-An expression that equals the truth is none: "2*3" says nothing about 6 that the problem has not said.
+An unevaluated expression does not count, even if it equals the truth: "2*3" says nothing about 6 that the problem has
+not said.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class _Answered(NamedTuple):
 
 
 def judged(response: str, truth: Any, *, expressions: bool = False) -> tuple[float, str | None]:
-    """Whether a response's answer equals the truth, 1 or 0, and the answer as text; None without one.
+    """Judge a response: 1 if its answer equals the truth, else 0; and the answer as text, None without one.
 
-    The answer is what the last boxes hold, or what math-verify finds in a text without any. With `expressions` all that
-    equals the truth is right. Raises ValueError for a truth that cannot be parsed.
+    The answer is in the response's boxes, or, without any, what math-verify finds in its text. With `expressions` all
+    that equals the truth is right. Raises ValueError for a truth that cannot be parsed.
     """
     import math_verify as library
 
@@ -112,8 +113,8 @@ def _answer(response: str) -> _Answered | None:
 
 
 def _last_numbers(response: str) -> set[str]:
-    """The numbers that stand one behind the other at the end of a response, with nothing but "or", "and" and commas
-    between them."""
+    """The numbers in a row at the end of a response, with nothing but "or", "and", commas, semicolons and marks of
+    money between them."""
     found: set[str] = set()
     for token in reversed(_TOKEN.findall(response.rstrip(" \t\n.!)")[-_LONGEST:].rpartition("\n")[2])):
         if re.fullmatch(_NUMBER, token):
@@ -143,8 +144,8 @@ def _boxes(text: str) -> Iterator[str]:
 
 
 def _is_answer(read: _Answered, gold: _Answered) -> bool:
-    """Whether what was read is an answer to the truth: for numbers, sets and intervals such as `is_literal` knows, for
-    other truths an expression without arithmetic of numbers that the truth does not have."""
+    """Whether an answer counts for the truth. For a number, set or interval (`is_literal`) it must be one too; for
+    other truths it must be an expression without arithmetic of numbers that the truth lacks."""
     if not is_literal(gold.text):
         return {*_arithmetic(read.values)} <= {*_arithmetic(gold.values)}
     if is_literal(read.text):
@@ -176,13 +177,13 @@ def _is_one(piece: str) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value of sympy is a number, or so many percent."""
+    """Whether a value of sympy is a number, or a percentage."""
     parts = value.args if getattr(value, "is_Mul", False) else (value,)
     return sum(bool(getattr(part, "is_Number", False)) for part in parts) == 1 and len(parts) <= 2
 
 
 def _arithmetic(values: list[Any]) -> Iterator[str]:
-    """The operations on numbers alone that values of sympy leave to be done."""
+    """The unevaluated operations on numbers in values of sympy, by name."""
     import sympy
 
     for value in values:

@@ -33,8 +33,8 @@ def pattern_problem(pattern: str) -> str | None:
 
 
 def score_in(answer: str, pattern: re.Pattern[str], *, cut: bool = False) -> float | None:
-    """The number in the group of the last match; None without a match, or for a number that is not finite. Of a `cut`
-    answer a number at its very end that further digits would change is none."""
+    """The number in the group of the last match; None without a match, or for a number that is not finite. In a `cut`
+    answer a number at the very end does not count if further digits would change it."""
     matches = list(pattern.finditer(answer))
     if not matches:
         return None

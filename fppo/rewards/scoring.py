@@ -75,8 +75,8 @@ def _term_scores(
     rollout: Rollout,
     failure_score: float | None,
 ) -> tuple[dict[str, Tensor], Metrics]:
-    """The scores [B] float64 of each term, from the `columns` of functions of samples, or of the whole rollout, and the
-    metrics of these; `failure_score`, if it is given, in place of nan."""
+    """The scores [B] float64 of each term, from the `columns` of functions of samples, or by functions of the whole
+    rollout, and the metrics of the latter. `failure_score`, if it is given, replaces nan."""
     import torch
 
     scores = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
@@ -92,7 +92,7 @@ def _term_scores(
 
 
 def _of_rows(scored: Scored, rows: Rollout) -> Scored:
-    """The rows of episodes with the scores of these."""
+    """Give each row of an episode the episode's scores."""
     from fppo import batch, episodes
 
     of_row = episodes.layout_of(rows).episode_of

@@ -14,9 +14,9 @@ from fppo.rewards.functions import Reward, as_sum
 def texts_of(truth: Any) -> tuple[str, ...]:
     """The texts that a ground truth stands for, without white space around them, the plainest first.
 
-    A number is its digits, and what Python writes: 18.0, as tables with a missing value make of 18, is "18" and "18.0".
-    True is "true" and "True". Raises ValueError for a list, a table, nothing and an empty text, which no response
-    should equal.
+    A number is its digits, and Python's text of it: 18.0, which a table with missing values makes of 18, is "18" and
+    "18.0". True is "true" and "True". Raises ValueError for a list, a table, nothing and an empty text, which no
+    response should equal.
     """
     texts: tuple[str, ...] = ()
     if isinstance(truth, bool):
@@ -44,8 +44,8 @@ def complaint(truth: Any) -> str | None:
 
 
 def check_truths(reward: Reward, truths: Iterable[tuple[str, Any]]) -> None:
-    """Raise DataError for ground truths of rows, given with the places of these, that a function of the reward cannot
-    score, or does not score 1 in a response that says just the truth: every response would be wrong.
+    """Raise DataError for ground truths, given with the places of their rows, that a function of the reward cannot
+    score, or does not score 1 when they are the whole response: every response would be wrong.
 
     Such a function has `reward_complaint`, a function of a truth that returns what is wrong with it, or None.
     """

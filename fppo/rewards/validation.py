@@ -23,8 +23,8 @@ def summarize(batches: Sequence[Scored], *, n: int) -> Metrics:
     (powers of two) and for named scores the same under val-aux. best@k and maj@k are exact expectations over k of the n
     responses, drawn without replacement. Each prompt counts once, with the named scores of `batch.same_scores`; a score
     named "reward" is called "reward_function" here. Responses without a score are left out of their prompt's numbers,
-    best@k and maj@k need k others, and a prompt without scores counts nowhere; val-aux/unscored counts such responses,
-    if any. Raises ValueError if a group does not have n rows.
+    best@k and maj@k need k responses with one, and a prompt without scores counts nowhere; val-aux/unscored counts such
+    responses, if any. Raises ValueError if a group does not have n rows.
     """
     from fppo import batch, metrics
 

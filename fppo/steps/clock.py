@@ -36,8 +36,7 @@ class Timeline:
 
 
 def between(clock: Clock) -> Clock:
-    """The clock between steps, without the number of steps: the states of runs of different lengths are equal until
-    then."""
+    """Clear the step and the number of steps between steps, so that runs of different lengths have equal states."""
     return replace(clock, step=0, steps=0)
 
 
@@ -71,8 +70,8 @@ def tick(clock: Clock, turn: UpdateTurn) -> tuple[Clock, float]:
 
 
 def tock(clock: Clock, turn: UpdateTurn, report: Metrics) -> Clock:
-    """The clock after an update with the optimizer's metrics. It reads the metric of skipped updates, which waits for
-    the device, only during the warm-up."""
+    """The clock after an update that returned the metrics `report`. Only during the warm-up does it read the metric of
+    skipped updates, which waits for the device."""
     if clock.ended >= 0 or clock.made >= turn.timeline.warmup:
         return clock
     skipped = report.get("skipped")

@@ -85,9 +85,9 @@ class RouterLosses:
 class RoutedPass:
     """The routers' part of a pass, for this rank's N tokens of a packed row.
 
-    `places` are the tokens' indices among all ranks' tokens. The first of these are the tokens at the indices `index`
-    of rows [B, S]; without `index` the rows are padded. If rows share tokens, `index` and `places` [R] have an entry
-    for every row's token, and `times` counts how many rows with a response a token belongs to.
+    `places` are the packed tokens' indices among all ranks' tokens. Its first entries belong to the tokens at the
+    indices `index` of rows [B, S]; without `index` the rows are padded. If rows share tokens, `index` and `places` [R]
+    have an entry for every row's token, and `times` counts how many rows with a response a token belongs to.
     """
 
     routes: Routes
@@ -267,8 +267,8 @@ def router_terms(
 
 
 def with_router_terms(report: Metrics, prefix: str, others: Sequence[Metrics], axis: Axis) -> Metrics:
-    """The metrics of a pipeline's last stage on all ranks, with routers' metrics joined with this rank's `others`.
-    Every rank must call."""
+    """Add the router metrics of all pipeline stages to `report`, the last stage's metrics, which all ranks hold;
+    `others` are this rank's. Every rank must call."""
     own, added = metrics.merge(*others), Metrics()
     for name in (f"{prefix}/{x}" for x in (LOAD, BALANCE, Z)):
         if (last := report.get(name)) is not None:

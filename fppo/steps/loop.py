@@ -95,8 +95,8 @@ class Loop:
         return [torch.tensor([row for episode in part.tolist() for row in rows[episode]]) for part in parts]
 
     def turn(self, number: int, episodes: int) -> UpdateTurn | None:
-        """The position of update `number` among those of a batch of so many episodes, on the timeline; None without a
-        timeline."""
+        """The position of update `number` among the updates of a batch of `episodes` episodes, on the timeline; None
+        without one."""
         each = self.epochs * -(-episodes // self.mini_batch_size)
         return None if self.timeline is None else UpdateTurn(self.timeline, number, each)
 

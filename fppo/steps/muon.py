@@ -1,9 +1,9 @@
 """Muon: momentum whose matrices are made orthogonal before they are applied.
 
 K. Jordan et al., 2024, https://kellerjordan.github.io/posts/muon; sizes and weight decay of J. Liu et al., 2025,
-arXiv:2502.16982. As in the former, AdamW has what is no matrix between hidden states: embeddings, heads, norms, biases
-and convolutions. It also has gates: a row of a router's gate is the vector of an expert, as a row of a head is that of
-a token, and a gate of one row has nothing to be orthogonal to.
+arXiv:2502.16982. As in the former, AdamW updates all that is not a matrix between hidden states: embeddings, heads,
+norms, biases and convolutions. It also updates gates: a row of a router's gate is the vector of an expert, as a row of
+a head is that of a token, and a gate of one row has no other row to be orthogonal to.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class MuonState:
 
 
 def is_hidden_matrix(name: str, param: Tensor) -> bool:
-    """Whether a parameter, by its Hugging Face name, is a matrix [m, n] in a numbered layer, or a stack [E, m, n] of an
+    """Whether a parameter, by its Hugging Face name, is a matrix [m, n] in a numbered layer, or a stack [E, m, n] of
     experts' matrices there; factors of adapters are matrices, too.
 
-    Not so embeddings and heads, which are outside layers, gates, norms, convolutions, and what has one column.
+    False for embeddings and heads (outside the layers), gates, norms, convolutions, and parameters of one column.
     """
     words = name.removesuffix(FACTORS[0]).removesuffix(FACTORS[1]).split(".")
     inside = param.dim() in (2, 3) and param.shape[-1] > 1 and any(word.isdigit() for word in words)
@@ -102,13 +102,13 @@ def muon(
     is_matrix: Callable[[str, Tensor], bool] = is_hidden_matrix,
     kernel: Callable[..., None] = adamw_,
 ) -> Optimizer:
-    """Muon with Nesterov's momentum for the matrices that `is_matrix(name, parameter)` names, AdamW for the rest.
+    """Muon with Nesterov's momentum for the parameters that `is_matrix(name, parameter)` accepts, AdamW for the rest.
 
     A matrix [m, n] moves by 0.2 * sqrt(max(m, n)) times its orthogonalised momentum, which is as far as AdamW moves:
     one rate serves both. Each matrix of a stack [E, m, n] moves by itself. Matrices are as transformers stores them: a
-    merged projection counts as one. Where a mesh cuts parameters each rank gathers the momentum of one matrix after the
-    other, and orthogonalises it; of a stack it has whole matrices. Raises ValueError for a mesh that cuts matrices
-    otherwise. `Optimizer.says` counts what goes to which.
+    merged projection counts as one. On a mesh that cuts parameters each rank gathers the momentum of one matrix after
+    the other, and orthogonalises it; stacks are cut between matrices. Raises ValueError for a mesh that cuts matrices
+    otherwise. `Optimizer.says` counts the parameters of each.
     """
     check_decays(weight_decay=weight_decay, momentum=momentum)
     rest_ = adamw_write(schedule, betas=betas, eps=eps, weight_decay=weight_decay, kernel=kernel)

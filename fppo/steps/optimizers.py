@@ -43,9 +43,9 @@ class Optimizer(NamedTuple):
     """An optimizer as a pair of functions, as in optax. `init(params)` makes its state: any tree of tensors.
 
     Where a mesh cuts parameters, a tensor of the state is either a number (0-d), or has the shape and, in a mapping,
-    the name of a parameter; it is then cut like the parameter. With `loss_scale` gradients are those of the loss
-    times `loss_scale(state)`, 0-d; see `loss_scale.loss_scaled`. `kernel` is AdamW's kernel, if there is one.
-    `says(params)` tells in words which parameters it treats how, if not all alike; it reads names and shapes alone.
+    the name of a parameter; it is then cut like the parameter. With `loss_scale` gradients are those of the loss times
+    `loss_scale(state)`, 0-d; see `loss_scale.loss_scaled`. `kernel` is AdamW's kernel, if there is one. `says(params)`
+    describes how it treats which parameters, if not all alike; it reads only names and shapes.
     """
 
     init: Callable[[Params], Any]

@@ -146,7 +146,7 @@ class Own(NamedTuple):
 
     numbers: Tensor | slice  # indices among the M tokens
     places: Tensor  # indices among this rank's tokens
-    slots: Tensor | None = None  # on several ranks: where each of the M is among theirs, padded to `most`
+    slots: Tensor | None = None  # on several ranks: the index of each of the M among all ranks' own, `most` per rank
     most: int = 0
 
     def on(self, device: torch.device) -> Own:
@@ -180,7 +180,7 @@ class Indices:
     real: Places
     responses: Tensor  # [M]: indices of the response tokens in [B * T]
     before: Tensor  # [M]: the index of the token before each, among all ranks' tokens, rank by rank
-    own: Own  # the subset of those that is on this rank
+    own: Own  # which of these are on this rank
     length: int  # tokens of this rank's slice of the row, between blocks
     dealt: Deal | None  # the deal of the packed row, on a context axis
     shared: SharedRow | None = None  # if rows share tokens; `real` are then the distinct tokens, piece by piece

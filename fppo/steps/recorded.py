@@ -213,8 +213,8 @@ class _Wide(NamedTuple):
 
 
 def numbers_of(masks: Masks, sizes: Sizes, model: Model) -> Tensor:
-    """The tokens' indices among more and wider rows, which pad the packed row, as one tensor on the host that
-    `indices_at` splits."""
+    """The indices of the tokens of rows padded to `sizes`, whose further rows fill the packed row: one tensor on the
+    host, which `indices_at` splits."""
     (count, width), length, left = masks.attention.shape, masks.response.shape[1], _left(masks, sizes)
     real = masks.attention.new_zeros(sizes.rows, sizes.prompt + sizes.response)
     real[:count, left : left + width] = masks.attention
@@ -318,7 +318,7 @@ def _recorded(run: Run, record: Record) -> Run:
 
 def ready(params: Params, forward: Forward, record: Recorder | None) -> Params:
     """Cast parameters that are not cut to their compute dtypes, in buffers if passes are recorded."""
-    alone = threading.current_thread() is threading.main_thread()  # who may write to these places
+    alone = threading.current_thread() is threading.main_thread()  # only it may write to the buffers
     if record is None or not alone or not records(forward.model, forward.mesh):
         return cast(params, forward.model)
     return record.placed(params, wire_dtypes(forward.model, params))
@@ -328,7 +328,7 @@ def run_one(
     fn: Callable[..., Tensor], what: Any, params: Any, one: MicroBatch, *, forward: Forward, record: Recorder
 ) -> Tensor:
     """Run `fn(params, micro_batch, forward=forward, received=None)` [K, B, T], recorded if possible. `what` identifies
-    what else it depends on."""
+    everything else that `fn` depends on."""
     if not record.takes(params, one.rows, one.masks, forward):
         return fn(params, one, forward=forward, received=None)
 

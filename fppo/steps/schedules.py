@@ -21,13 +21,12 @@ def schedule(
     min_ratio: float = 0.0,
     decay_ratio: float = 0.2,
 ) -> Schedule:
-    """The rate for update `step` (0 is the first): (step + 1) / (warmup_steps + 1) of the peak while warming up, then
+    """Make a schedule: update `step` (from 0) of the warm-up has (step + 1) / (warmup_steps + 1) of the peak.
 
-    constant: the peak; linear: down to `min_ratio * peak` at `total_steps`; cosine: half a cosine to there;
-    exponential: to there by the same factor each step; wsd: the peak until the last `decay_ratio` of all steps, those
-    of the warm-up too, then linear (warm-up, stable, decay: Hu et al., 2024, arXiv:2404.06395). Raises ValueError for
-    an unknown kind, where a decaying one has no `total_steps`, and for an exponential one without a `min_ratio` above
-    0.
+    Then, constant: the peak; linear: down to `min_ratio * peak` at `total_steps`; cosine: half a cosine to there;
+    exponential: to there by the same factor each step; wsd: the peak until the last `decay_ratio` of all steps, the
+    warm-up included, then linear (warm-up, stable, decay: Hu et al., 2024, arXiv:2404.06395). Raises ValueError for an
+    unknown kind, a decaying one without `total_steps`, and an exponential one without a `min_ratio` above 0.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown schedule {kind!r}; there are {list(KINDS)}")

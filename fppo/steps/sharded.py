@@ -53,7 +53,7 @@ class Rooted:
     root: _Root = static()
 
 
-Gathered = Whole | Rooted  # all or some of these are gathered for several passes
+Gathered = Whole | Rooted  # sharded parameters, all or some of them gathered for several passes
 
 
 class Opened(NamedTuple):
@@ -113,8 +113,8 @@ def accumulable(grads: Whole, params: Params, mesh: Mesh) -> Whole:
 
 
 def opened(params: Params | Gathered | OnHost, model: Model, mesh: Mesh) -> Opened:
-    """Gather the parameters outside the layers (embeddings, last norm, head) for a whole pass, unless they are; layers
-    gather their own. Parameters on the host are fetched likewise.
+    """Gather the parameters outside the layers (embeddings, last norm, head) for a whole pass, unless they are gathered
+    already; layers gather their own. Parameters on the host are fetched likewise.
 
     All ranks that share parameters must make the same passes, forward and backward.
     """
@@ -139,7 +139,7 @@ def opened(params: Params | Gathered | OnHost, model: Model, mesh: Mesh) -> Open
 
 
 def _own(params: Params, model: Model) -> Params:
-    """The parameters of the stage that a model is, if it is one; else all."""
+    """The parameters of its stage if the model is a pipeline stage; else all."""
     return {name: params[name] for name in model.all_shapes} if model.spans else params
 
 

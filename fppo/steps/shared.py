@@ -21,7 +21,7 @@ from fppo.steps.micro_batching import MicroBatching, balance, fit
 from fppo_kernels.shapes import Int
 from fppo_kernels.shared import Branch
 
-STEP = 16  # rows share multiples of so many tokens beyond a prompt, as pieces would be short otherwise
+STEP = 16  # beyond a prompt rows share a multiple of this many tokens, so that no piece is short
 
 
 class SortedRows(NamedTuple):
@@ -46,7 +46,7 @@ class SortedRows(NamedTuple):
         return self._replace(depths=[0] * len(self.depths))
 
     def part(self, rows: Sequence[int]) -> SortedRows:
-        """Select some rows, which share with each other what all rows between them share."""
+        """Select some rows; neighbours then share the tokens that all rows between them share."""
         chosen, own, depth = {*rows}, list[tuple[int, int, int]](), 0
         for row, length, shared in zip(*self, strict=True):
             depth = min(depth, shared)
@@ -127,8 +127,8 @@ def pack_rows(rows: SortedRows, attention_mask: Mask) -> PackedPieces:
 
 
 def cut_runs(rows: SortedRows, limit: float, cost: Callable[[int], float] = float) -> list[tuple[list[int], float]]:
-    """Cut the trees into runs of rows with a cost of at most `limit`, as few as keep shared tokens together; with each
-    run's cost.
+    """Cut the trees into few runs of rows that cost at most `limit`, and keep shared tokens together where that fits.
+    Returns each run's rows and cost.
 
     The first n tokens of a row cost `cost(n)`; those shared with the row before it cost nothing. A run of a single row
     may cost more than the limit.
@@ -157,7 +157,7 @@ def cut_runs(rows: SortedRows, limit: float, cost: Callable[[int], float] = floa
 def partition_shared(rows: SortedRows, micro_batching: MicroBatching) -> list[list[int]]:
     """Partition rows as `micro_batching.partition` does, where rows of a micro-batch share tokens.
 
-    With a budget, a micro-batch has more distinct tokens only if it is a single sequence.
+    With a budget, a micro-batch exceeds it in distinct tokens only if it is a single sequence.
     """
     if micro_batching.size is not None:
         order, size = [row for run in rows.trees() for row in rows.order[slice(*run)]], micro_batching.size

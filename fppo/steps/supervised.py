@@ -38,8 +38,8 @@ def demonstrations(
     inputs: Sequence[RowInputs | None] | None = None,
     imitated: Sequence[Sequence[bool]] | None = None,
 ) -> Demonstrations:
-    """Token ids as a record: prompts padded on the left, responses on the right. No prompt may be empty. `inputs` are
-    the prompts' images; `imitated` says of each response token whether it is imitated, by default all are."""
+    """Make a record of token ids: prompts padded on the left, responses on the right. `inputs` are the prompts' images;
+    `imitated` is True for each response token to imitate, by default all. Raises ValueError for an empty prompt."""
     left, right = max(map(len, prompts)), max(map(len, responses))
     tokens = torch.full((len(prompts), left + right), pad_token_id)
     mask = torch.zeros_like(tokens, dtype=torch.bool)
@@ -58,14 +58,14 @@ def demonstrations(
 
 
 def _padded(masks: Sequence[Sequence[bool]], width: int) -> Tensor:
-    """Masks of several lengths as bool [B, width], False behind each."""
+    """Pad masks with False on the right, to bool [B, width]."""
     rows = [[*mask, *[False] * (width - len(mask))] for mask in masks]
     return torch.tensor(rows, dtype=torch.bool).reshape(len(rows), width)
 
 
 @attrs.frozen(kw_only=True)
 class UpdateSupervised:
-    """The stage that makes the model after `loop.epochs` passes of maximum likelihood on the responses; see
+    """A stage that fits the model to the responses by maximum likelihood, in `loop.epochs` passes over a batch; see
     `UpdateActor` for the rest."""
 
     forward: Forward
@@ -75,7 +75,7 @@ class UpdateSupervised:
     def __call__(
         self, state: TrainState, batch: Demonstrations, *, key: Key | None = None, donate: bool = False
     ) -> tuple[TrainState, Metrics]:
-        """The state after the updates, and their metrics."""
+        """Update the model; return the new state and the metrics."""
         return update(
             state,
             batch,
@@ -106,7 +106,8 @@ def imitate(
     on_step: Callable[[int, float], None] = lambda step, loss: None,
     every: int = 100,
 ) -> Params:
-    """The parameters after one supervised update per batch; `on_step` gets the loss of every `every`-th."""
+    """Make one supervised update per batch, and return the parameters; `on_step` gets the number and the loss of every
+    `every`-th update."""
     state = init_state(params, optimizer)
     for number, batch in enumerate(batches, start=1):
         loop = Loop(mini_batch_size=len(batch.tokens), micro_batching=micro_batching)

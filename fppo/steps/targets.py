@@ -43,8 +43,8 @@ def forward_targets(
     float32 (float64 for float64 parameters), zero at padding.
 
     The rows run as in `forward_micro_batch`: packed, and common prefixes once if the forward shares them. The response
-    mask tells prompts from responses, for sharing alone. Raises ValueError for a model without a vocabulary head, and
-    on a mesh that cuts rows or models.
+    mask tells prompts from responses, which only sharing needs. Raises ValueError for a model without a vocabulary
+    head, and on a mesh that cuts rows or models.
     """
     check_targets(forward.model, forward.mesh)
     indices = indices_of(rows, indices, forward)
@@ -99,8 +99,8 @@ def _constants(
 def _scores(
     states: Float[Tensor, "m h"], targets: Int[Tensor, "m k"], head: Head, forward: Forward
 ) -> Float[Tensor, "m k"]:
-    """Log-probs of K targets of each state: the first one that the head does not exclude by the kernel, the others by
-    their logits' differences to it."""
+    """Log-probs of K targets of each state: the kernel computes that of the first target that the head does not
+    exclude; the others follow by their logits' differences to it."""
     logits, place = None, targets.new_zeros(len(targets), 1)
     if targets.shape[1] > 1:
         logits = _logits(states, targets, head)

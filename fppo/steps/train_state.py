@@ -82,7 +82,8 @@ def whole_shapes(state: TrainState, shapes: Mapping[str, torch.Size | Extent]) -
     """The whole shapes of the leaves that a mesh cuts, by their paths in `state`: parameters with whole `shapes`, also
     of other stages, and optimizer tensors with the names and shapes of this rank's parameters.
 
-    Raises ValueError for a tensor of the optimizer's that could be cut or not, where parameters are.
+    If parameters are cut, raises ValueError for an optimizer tensor that is neither 0-d nor shaped like the parameter
+    of its name.
     """
     cut = any(x.shape != shapes[name] for name, x in state.params.items())
     whole = {f".params[{name!r}]": extent for name, extent in shapes.items()}

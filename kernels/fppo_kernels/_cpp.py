@@ -21,12 +21,12 @@ _PATIENCE = 600.0  # seconds that another process may take to compile a program
 
 @functools.cache
 def _library(path: str) -> ctypes.CDLL:
-    """Load the compiled program of a file, compiling it unless it is cached; two processes that need one compile it
+    """Load the compiled program of a file, compiling it unless it is cached. Two processes that need it compile it
     once.
 
-    A process that is killed while it compiles may leave half a library, which crashes whoever loads it. So a note
-    beside the cache records that a build has begun, and that it is done; without the latter the program is built under
-    another name.
+    A process that is killed while it compiles may leave half a library, which crashes every process that loads it. So a
+    note beside the cache records that a build has begun, and that it is done. A build that has begun, but is not done,
+    is repeated under another name.
     """
     from filelock import FileLock
     from torch._inductor.codecache import CppCodeCache  # here: the import takes a second, and nothing else needs it

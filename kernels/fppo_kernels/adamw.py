@@ -33,8 +33,8 @@ def adamw_(
     """One step of AdamW (Loshchilov and Hutter, 2019, algorithm 2) on every parameter, in place, by torch's kernel.
 
     `steps` holds one float32 0-d count per parameter, raised by 1 here. The gradients are divided by `grad_scale` (0-d
-    float32), in place too, or in a copy of one that lies in memory otherwise than its parameter. Where `found_inf`
-    (0-d float32) is 1, parameters, moments and steps keep every bit. Transforms of torch.func get the paper's formula.
+    float32), in place too, or in a copy if a gradient's strides are not its parameter's. If `found_inf` (0-d float32)
+    is 1, parameters, moments and steps do not change. Transforms of torch.func get the paper's formula.
     """
     if active():
         lists = params, grads, exp_avgs, exp_avg_sqs, steps
@@ -115,7 +115,7 @@ def _cloned(inputs: Arguments) -> dict[str, list[Tensor]]:
 
 
 def _call(kernel: Kernel, x: Arguments, keywords: Arguments, outputs: Sequence[str]) -> dict[str, Tensor]:
-    """Run one step in place: on a copy, whose `outputs` are returned, or without `outputs` on the donated tensors."""
+    """Run one step in place: on a copy, and return its `outputs`; without `outputs`, on the donated tensors."""
     donated = _cloned(x) if outputs else x["donated"]
     kernel(*donated.values(), **keywords)
     return {name: torch.cat(donated[name]) for name in outputs}

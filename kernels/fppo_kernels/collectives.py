@@ -101,8 +101,8 @@ def permute(x: Tensor, axis: Axis, *, shift: int = 1) -> Tensor:
 
 
 def same(x: Tensor, axis: Axis) -> Tensor:
-    """Mark an `x` that all ranks hold, and from which all compute the same: the first rank's gradient stands for all,
-    and the others' are zero."""
+    """Mark an `x` that all ranks hold and compute the same from: the first rank's gradient stands for all, and the
+    others' are zero."""
     return x if axis.size == 1 else _Same.apply(x, axis)  # type: ignore[return-value]
 
 
@@ -114,7 +114,7 @@ class Transfer:
     work: Any
 
     def wait(self) -> Tensor:
-        """Wait, and return the tensor, once it is received, or once the sender may overwrite it."""
+        """Wait until the tensor is received, or may be overwritten by its sender; return it."""
         self.work.wait()
         return self.x
 

@@ -22,7 +22,7 @@ from fppo_kernels.shapes import Float, Int
 from fppo_kernels.table import own
 
 BLOCKS = (1, 2, 4, 8)  # numbers of blocks per rank that `deal` tries
-EVEN = 1.05  # the most work of a rank relative to the mean with which it stops
+EVEN = 1.05  # `deal` takes the first with which no rank has more than this times the mean work
 
 
 class Piece(NamedTuple):
@@ -59,11 +59,11 @@ def deal(
     window: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Deal:
-    """Cut a row of sequences with these lengths into `blocks` equal blocks per rank, and deal them out, those with most
-    work first, in a snake. For one sequence and two blocks this is the zig-zag of its two ends.
+    """Cut a row of sequences with these lengths into `blocks` equal blocks per rank, and deal them out in a snake, most
+    work first. For one sequence and two blocks this is the zig-zag of its two ends.
 
-    Without `blocks`, the smallest of 1, 2, 4 and 8 that makes the work even. Raises ValueError if the row is not
-    divisible.
+    Without `blocks` it takes the smallest of 1, 2, 4 and 8 that makes the work even. Raises ValueError if the row is
+    not divisible.
     """
     if blocks is None:
         for few in BLOCKS[:-1]:
@@ -196,7 +196,8 @@ def gathered_attention(kernel: Callable[..., Tensor], deal: Deal, axis: Axis) ->
 
 
 def check_dealt(query: Tensor, lengths: Lengths, deal: Deal, axis: Axis) -> None:
-    """Raise ValueError if a rank's queries [N / c, H, D] and the row's lengths are not those that were dealt."""
+    """Raise ValueError unless the row's lengths, and a rank's queries [N / c, H, D], have as many tokens as the dealt
+    row."""
     total, dealt = sum(lengths.lengths), len(deal.back)
     if total != dealt or len(query) * axis.size != dealt:
         raise ValueError(

@@ -56,19 +56,19 @@ class OperationCost:
 class Operation:
     """One operation of `fppo_kernels.table.Kernels`.
 
-    `call(kernel, inputs, keywords, outputs)` gives those outputs by name; `reference` is the kernel that defines it.
-    `leaves` are the inputs and keywords that take a gradient; `sloped` the outputs that have one.
+    `call(kernel, inputs, keywords, outputs)` returns those outputs by name; the kernel `reference` defines them.
+    `leaves` are the inputs and keywords that take a gradient; `sloped` are the outputs that have one.
 
-    Laws draw small examples, `draw(generator, rows, width, number, wide)` in float64, at each of `sizes` and for each
-    `number` of `features`, the keywords that an example needs beyond the plain ones; heads and hidden states are `wide`
-    where that is given, as on GPUs. `rows` names the inputs of an operation whose rows do not see each other. `needed`
-    are the keywords without which no law can be tried; gradients have `slack` times the tolerance. Screening draws
-    `screened`, (rows, width, number), and gives `usual` keywords as a run does.
+    Laws draw small float64 examples by `draw(generator, rows, width, number, wide)`, for each (rows, width) of `sizes`
+    and each index `number` of `features`. features[number] are the keywords that such an example needs. `wide`, given
+    on GPUs, is the width of heads and hidden states. `rows` names the inputs whose rows do not see each other.
+    Kernels that lack a keyword in `needed` are not tried. Gradients have `slack` times the tolerance. Screening draws
+    `screened`, each (rows, width, number), and adds the `usual` keywords of a run.
 
-    Ablations draw `sized(shape, dtype, device)` and measure the outputs `timed` against `cost(shape, itemsize)`, on as
-    many simulated `ranks`. `transforms` are those of torch.func that kernels go through, unless `Implementation.opaque`
-    says otherwise. The reference in float64 is that of the pieces of `split`, whose gradients by the leaves
-    `shared` are summed; or `exact`.
+    Ablations draw `sized(shape, dtype, device)` and measure the outputs `timed` against `cost(shape, itemsize)`, on
+    this number of simulated `ranks`. Kernels support the `transforms` of torch.func, unless `Implementation.opaque`.
+    The float64 reference is computed for each of the pieces of `split`, and gradients by the leaves `shared` are
+    summed over them; or by `exact`.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Operation:
     transforms: tuple[str, ...] = TRANSFORMS
     bound: Literal["matmul", "copy"] = "copy"
     timed: tuple[str, ...] = attrs.field(default=attrs.Factory(lambda self: self.outputs, takes_self=True))
-    multiples: Mapping[str, str | int] = attrs.field(factory=dict[str, str | int])  # a size or a number, by size
+    multiples: Mapping[str, str | int] = attrs.field(factory=dict[str, str | int])  # by size: its divisor
     ranks: int = 1
     exact: Callable[[Drawn], Exact] | None = None
     split: Callable[[Drawn], Sequence[Drawn]] = lambda drawn: [drawn]

@@ -27,7 +27,7 @@ class Places(NamedTuple):
 
     index: Int[Tensor, " m"]  # pyright: ignore[reportIncompatibleMethodOverride]  # in [B * S], on the rows' device
     sizes: tuple[int, ...]  # the number of tokens of each row
-    lengths: Lengths | None = None  # of the rows, which fill the packed row, where they are known
+    lengths: Lengths | None = None  # the packed row's boundaries, if known; its rows then fill it
 
 
 class Packed(NamedTuple):

@@ -2,7 +2,7 @@
 """Attention over a packed row that is dealt to the ranks of an axis, with keys and values that travel from rank to
 rank.
 
-A rank has those of one rank at a time (Ring Attention: Liu et al., 2023, arXiv:2310.01889).
+A rank holds the keys and values of one rank at a time (Ring Attention: Liu et al., 2023, arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TILE = 1024  # queries, and keys, per tile of scores
 
 
 class _Tile(NamedTuple):
-    """A tile: some of a rank's queries, and keys of which they see at least a part."""
+    """Some of a rank's queries, and some keys, at least one of which a query sees."""
 
     queries: slice
     keys: slice

@@ -1,9 +1,9 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Attention over a packed row that holds common prefixes of sequences once, for any number of continuations.
 
-The row is cut into pieces. A piece follows another one, its parent, or none; its tokens see those of all pieces on the
-way there, and their own. Prompts as parents of their responses are such a forest, and so are turns that share a
-history.
+The row is cut into pieces. A piece follows another one, its parent, or none. A token sees all tokens of the piece's
+ancestors, and those before it in its own piece. Prompts as parents of their responses are such a forest, and so are
+turns that share a history.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Readings(NamedTuple):
 
     tokens: Int[Tensor, " m"]  # the token of each reading
     total: int  # N
-    rounds: tuple[tuple[Int[Tensor, " r"], Int[Tensor, " r"]], ...]  # distinct tokens, and a reading of each
+    rounds: tuple[tuple[Int[Tensor, " r"], Int[Tensor, " r"]], ...]  # distinct tokens, and the index of a reading
 
 
 class SharedKeys(NamedTuple):
@@ -44,7 +44,7 @@ class SharedKeys(NamedTuple):
 
 
 def share(pieces: Sequence[Branch], device: torch.device | str = "cpu") -> SharedKeys:
-    """The keys of a row of these pieces, in order, computed on the host.
+    """The keys that the pieces of a row see, with the pieces in this order; computed on the host.
 
     Raises ValueError for a piece without tokens, or one whose parent does not come before it.
     """
@@ -67,7 +67,7 @@ def share(pieces: Sequence[Branch], device: torch.device | str = "cpu") -> Share
 
 
 def readings(tokens: Int[Tensor, " m"], count: int, device: torch.device | str = "cpu") -> Readings:
-    """The readings of `tokens` [M], on the host, among `count` tokens, for a device."""
+    """Make the readings of `tokens` [M], out of `count` tokens: computed on the host, and copied to `device`."""
     reads = tokens.bincount(minlength=count)
     order = tokens.argsort(stable=True)  # readings of one token are adjacent
     begins = reads.cumsum(0) - reads

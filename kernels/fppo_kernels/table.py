@@ -304,8 +304,8 @@ def get(op: str, name: str, *, needs: Collection[str] = (), table: Table = BUILT
 
 
 def chosen(operation: str, default: str, *, inside: bool = False) -> Any:
-    """A field of `Kernels`: the operation's record as "module:name", and its default implementation; `inside` the
-    layers that is the model's own code."""
+    """A field of `Kernels`: the operation's record as "module:name", and its default implementation. With `inside` it
+    is an operation within layers, whose default is the model's own code."""
     return attrs.field(metadata={"operation": f"fppo_kernels.{operation}", "default": default, "inside": inside})
 
 
@@ -338,8 +338,8 @@ class Kernels:
 DEFAULTS: Mapping[str, str] = MappingProxyType(
     {field.name: field.metadata["default"] for field in attrs.fields(Kernels)}
 )
-# kernels that give a row the same bits whatever other rows they process, where decode attention gives the bits of
-# packed attention; models without a place for one of them must have that property in their own code
+# kernels with which the bits of a row do not depend on other rows, and decode attention has the bits of packed
+# attention; the own code of a model that does not call one of them must have this property
 EXACT: Mapping[str, str] = MappingProxyType(
     {
         "attention": "cpp",

@@ -34,7 +34,7 @@ def _forwards() -> bool:
 
 
 def stacked() -> bool:
-    """Whether more than one reverse pass is running: vmap, a forward-mode derivative, or nested transforms.
+    """Whether more than a single reverse pass is running: vmap, a forward-mode derivative, or nested transforms.
 
     torch's operations with only first derivatives fail there.
     """

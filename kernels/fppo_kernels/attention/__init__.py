@@ -26,7 +26,7 @@ class AttentionCase(NamedTuple):
     softcap: float | None = None
     sinks: bool = False
     scale: float = 0.7
-    before: bool = False  # numbers of keys before the first query
+    before: bool = False  # whether there are keys before the first query
 
     @property
     def features(self) -> frozenset[str]:
@@ -80,8 +80,8 @@ def _draw(generator: torch.Generator, rows: int, width: int, number: int, wide: 
 
 
 def _slack(inputs: Arguments, extras: Arguments) -> float:
-    """The factor of tolerances for a rounded result's error times a gradient: it grows with the root of the number of
-    terms."""
+    """The factor of tolerances, for a rounded result's error times a gradient. In bfloat16 it grows with the root of
+    the number of terms; else it is 1."""
     query, scale = inputs["query"], extras["scale"]
     return max(1.0, scale.item() * (query.shape[2] / 2) ** 0.5) if query.dtype == torch.bfloat16 else 1.0
 

@@ -60,8 +60,9 @@ def eager(
 ) -> Float[Tensor, "n q e"]:
     """Attention [N, Hq, Dv] of packed query [N, Hq, D], key [M, Hkv, D], value [M, Hkv, Dv], causal in each sequence.
 
-    With `window` w a token sees itself and the w - 1 tokens before it. `key_lengths` are those of the sequences of
-    keys, unless None as many as there are of queries and none shorter: the queries are the last tokens of each.
+    With `window` w a token sees itself and the w - 1 tokens before it. `key_lengths` are the lengths of the sequences
+    of keys, one for each sequence of queries and none shorter: the queries are the last tokens of each. None: they
+    equal `lengths`.
     """
     sequence, after = _places(lengths, query.device)
     of_key, after_key = (sequence, after) if key_lengths is None else _places(key_lengths, query.device)

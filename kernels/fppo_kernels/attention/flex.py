@@ -29,11 +29,11 @@ def _mask(
     device: torch.device,
     block: int = 128,
 ) -> BlockMask:
-    """A mask by key ranges of tokens and blocks of keys for blocks of queries, without an [N, M] tensor."""
+    """Build a block mask from the range of keys that each query sees, without an [N, M] tensor."""
     total, count = sum(lengths), sum(key_lengths)
     sizes, keys = torch.tensor(lengths), torch.tensor(key_lengths)
-    own = torch.arange(total) + (keys.cumsum(0) - sizes.cumsum(0)).repeat_interleave(sizes)  # each sees at last
-    first = (keys.cumsum(0) - keys).repeat_interleave(sizes)  # and at first; neither decreases
+    own = torch.arange(total) + (keys.cumsum(0) - sizes.cumsum(0)).repeat_interleave(sizes)  # the last key each sees
+    first = (keys.cumsum(0) - keys).repeat_interleave(sizes)  # and the first; both ascend
     if window is not None:
         first = first.maximum(own - window + 1)
     low, number = torch.arange(total)[::block], torch.arange(-(-count // block))
@@ -51,8 +51,8 @@ def _mask(
 
 
 def _counted(chosen: Bool[Tensor, "r c"]) -> tuple[Int[Tensor, "1 1 r"], Int[Tensor, "1 1 r c"]]:
-    """For each row of `chosen` [R, C], the number of chosen columns, int32 [1, 1, R], and their indices first in int32
-    [1, 1, R, C]."""
+    """For each row of `chosen` [R, C], the number of chosen columns, int32 [1, 1, R], and all columns with the chosen
+    ones first, int32 [1, 1, R, C]."""
     order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
@@ -71,8 +71,8 @@ def flex(
 ) -> Float[Tensor, "n q e"]:
     """Compute `sdpa` by FlexAttention, in bfloat16, float16 and float32 on CUDA; the block mask is built on the host.
 
-    On a CPU it runs uncompiled, and torch gives it no backward pass there: good for a look at the values. Raises
-    ValueError for what torch has no program for.
+    On a CPU it runs uncompiled and without a backward pass, to inspect values. Raises ValueError for float64 on CUDA,
+    and for calls that torch does not support.
     """
     if query.is_cuda and query.dtype == torch.float64:
         raise ValueError("attention/flex does not compute in float64 on CUDA; attention/sdpa does")

@@ -20,7 +20,7 @@ from fppo_kernels.padding import Lengths, sent
 from fppo_kernels.shapes import Bool, Float
 from fppo_kernels.transforms import active, stacked
 
-FULL, SPARE = 0.95, 16  # sequences join longer ones that they are at least 0.95 of, or at most 16 tokens short of
+FULL, SPARE = 0.95, 16  # a sequence joins longer ones if it has 0.95 of their length, or is 16 shorter
 
 
 def for_any_shape(device: torch.device) -> AbstractContextManager[Any]:
@@ -74,7 +74,7 @@ def batch_attention(
         assert mask is not None
         return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks).transpose(1, 2)
     if mask is None and length < keys:
-        # GPU kernels have it built in; no tensor can be made of it while operations are counted
+        # GPU kernels have this mask built in; counters of operations cannot make a tensor of it
         mask = causal_lower_right(length, keys) if query.is_cuda else causal_mask(length, keys, None, query.device)
     with for_any_shape(query.device):
         out = F.scaled_dot_product_attention(

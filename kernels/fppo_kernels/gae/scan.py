@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fppo_kernels.shapes import Bool, Float
 
-WINDOW = 128  # log2 of the tokens that doubling sums; a loop runs over windows of so many tokens
+WINDOW = 128  # tokens that doubling sums, in log2(WINDOW) steps; a loop runs over windows of this size
 CPU_CHUNK = 2**18  # numbers of the rows that are scanned together, so that the work stays in the cache
 
 _BITS = {4: torch.int32, 8: torch.int64}
@@ -83,7 +83,8 @@ def _chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _scan_(work: Tensor, length: int) -> Tensor:
-    """The reverse scan of work[0] with the decays work[1], both [n, T] and zeros after; overwrites all four.
+    """The reverse scan of work[0] with the decays work[1], both [n, T] and zeros after; overwrites all four planes of
+    `work`.
 
     First the sum over the window t .. t + WINDOW - 1 and the product of its decays, for every t, by doubling; then
     y_t = sum_t + product_t * y_{t + WINDOW}, for a whole window of t at a time.

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fppo_kernels.shapes import Float
 from fppo_kernels.transforms import active
 
-_PACKED_ROWS = 64  # rows of the products for which a packed weight is laid out; others are as right
+_PACKED_ROWS = 64  # the number of rows for which the layout of a packed weight is chosen; any other works too
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -94,8 +94,8 @@ def onednn(
 def packed(weight: Tensor) -> Tensor:
     """Copy a weight [M, H] into the layout in which oneDNN multiplies by it fastest, for products without gradients.
 
-    `onednn` takes it as a weight. On some processors it rounds otherwise with it, so exact rollouts pack none. A weight
-    that oneDNN does not multiply is returned as it is.
+    `onednn` takes the copy as a weight. On some processors its results are then rounded differently, so exact rollouts
+    pack no weights. A weight that oneDNN does not multiply is returned as it is.
     """
     if not (_is_plain(weight) and weight.numel() and _multiplies(weight.dtype)):
         return weight
@@ -104,7 +104,7 @@ def packed(weight: Tensor) -> Tensor:
 
 def fast_on_this_processor() -> bool:
     """Whether oneDNN's float32 products are faster than torch's on this machine: on AMD's processors, where torch has
-    MKL's. Nothing is timed, so that every start finds the same."""
+    MKL's. Nothing is timed, so every run decides alike."""
     return torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available() and _made_by_amd()
 
 

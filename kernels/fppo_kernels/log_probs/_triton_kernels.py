@@ -138,7 +138,7 @@ def log_probs_backward(
 ):  # fmt: skip
     """Compute the gradient by hidden @ weight[start:stop].T, [N, stop - start] in `slab`, one tile per instance.
 
-    The rows of `slab` have room for whole tiles; what stands beyond `stop` means nothing.
+    The rows of `slab` have room for whole tiles; numbers beyond `stop` mean nothing.
     `rows_of` [8, N]: maximum, log_sum, entropy, sum_squared, the gradients of the three outputs, the label's logit.
     With z the logits: d log p_y / dz = 1_y - p; d H / dz = -p (log p + H); d (sum p^2) / dz = 2 p (p - sum p^2).
     """

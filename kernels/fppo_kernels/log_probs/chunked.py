@@ -42,7 +42,7 @@ class SlabWork(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """The options of the outputs besides tensors, and how they are computed."""
+    """Non-tensor options of the outputs, and how they are computed."""
 
     softcap: float | None
     scale: float
@@ -325,8 +325,8 @@ def chunked(
     """Compute `reference` with memory for one slab of logits, in both passes, with sums in float32 or wider.
 
     The derivatives by logits of bfloat16 hidden states and weights are rounded to bfloat16 before they are multiplied.
-    Derivatives other than the first are those of `reference`, some tokens at a time. `work` is done with each slab,
-    here by torch's operations on a block of it at a time.
+    Derivatives other than the first are those of `reference`, some tokens at a time. `work` computes with each slab, by
+    default in torch's operations on a block of it at a time.
     """
     wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     temperatures = per_token(temperature, hidden, wide)

@@ -68,8 +68,8 @@ def compiled(
 ) -> LogProbs:
     """Run `reference` under torch.compile, compiled at the first call of each kind. It holds logits [N, V].
 
-    On a GPU logits of hidden states and weights in 16 bits are rounded to these. Raises ValueError for an `axis` of
-    more than one rank, and under transforms of torch.func.
+    On a GPU the logits of 16-bit hidden states and weights are rounded to their dtype. Raises ValueError for an `axis`
+    of more than one rank, and under transforms of torch.func.
     """
     if axis is not None and axis.size > 1:
         raise ValueError("log_probs/compiled cannot split the vocabulary over ranks; log_probs/chunked can")

@@ -29,7 +29,7 @@ def liger(
 ) -> LogProbs:
     """Compute `reference` for one temperature. A bias, soft cap, sum of squares or axis raises ValueError.
 
-    On torch's part of the backward pass, the weight's gradient is summed in the weight's dtype, 512 tokens at a time.
+    In the backward pass the weight's gradient is summed in the weight's dtype, 512 tokens at a time.
     """
     asked = {
         "bias": bias is not None,

@@ -41,7 +41,7 @@ class Tiling(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """The options of the outputs besides tensors, and the tiling."""
+    """Non-tensor options of the outputs, and the tiling."""
 
     softcap: float | None
     scale: float

@@ -35,11 +35,11 @@ def rms_norm_backward(
     x, weight, grad, d_total, scales, d_x, d_weight, rows, width, offset,
     BLOCK: tl.constexpr, WEIGHT: tl.constexpr, ADD: tl.constexpr
 ):  # fmt: skip
-    """Differentiate a subset of the rows, one after the other; their summed gradient by the weight is this instance's
-    own.
+    """Differentiate a subset of the rows, one after the other, and store this instance's sum of their gradients by the
+    weight.
 
-    With n = x scale and h = grad (weight + offset): d_x = scale (h - n mean(h n)), and with ADD `d_total`, what reaches
-    x itself; d_weight = sum(grad n).
+    With n = x scale and h = grad (weight + offset): d_x = scale (h - n mean(h n)), plus, with ADD, `d_total`, the
+    gradient by the stored sum; d_weight = sum(grad n).
     """
     first, count = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
