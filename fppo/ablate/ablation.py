@@ -30,7 +30,7 @@ def ablate(  # a notebook sets any of them  # noqa: PLR0913
     table: Table = tables.BUILTIN,
     progress: Progress | None = None,
 ) -> Ablation:
-    """Every implementation of `op` (or of each of some) side by side; `text.table` shows them.
+    """Measure every implementation of an operation, or of several, side by side; `text.table` shows them.
 
     `implementations` are names of `table`, or a mapping of your own by name, which join those of the table:
     `ablate("log_probs", implementations={"mine": my_function})`. `shapes` are mappings such as {"N": 256}; a size
@@ -44,7 +44,7 @@ def ablate(  # a notebook sets any of them  # noqa: PLR0913
     ablation with what was measured so far. The caches of torch.compile are emptied after the laws, which fill them with
     small shapes.
 
-    Raises ValueError for an operation, implementation, size or dtype that there is not.
+    Raises ValueError for an unknown operation, implementation, size or dtype.
     """
     place = torch.device(device)
     cases = [operations.case_of(name) for name in ([op] if isinstance(op, str | Operation) else op)]

@@ -17,7 +17,7 @@ FORWARD, TOTAL, VALUE, GRADIENT, BAD, GREY = "#93c5fd", "#2563eb", "#059669", "#
 
 
 def save(ablation: Ablation, path: Path) -> None:
-    """Writes the PNG. Raises ValueError if there are no rows."""
+    """Write the PNG. Raises ValueError if there are no rows."""
     panels = groups(ablation.rows)
     if not panels:
         raise ValueError("nothing was measured: there is no chart to draw")

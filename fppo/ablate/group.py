@@ -24,7 +24,7 @@ from fppo_kernels.operation import Drawn, Exact, Operation
 from fppo_kernels.table import Implementation
 
 Progress = Callable[[str], None]
-Checked = tuple[Contract, str | None]  # and the law, or why it is not known
+Checked = tuple[Contract, str | None]  # and the broken law, or why not all were tried
 
 
 class _OutOfTime(BaseException):
@@ -145,7 +145,7 @@ def _time(
     drawn: Drawn,
     times: Times,
 ) -> None:
-    """Adds one forward, and one forward and backward, of each implementation that runs to `times`."""
+    """Time one forward, and one forward and backward, of each implementation that runs; append them to `times`."""
     for name, known in results.items():
         if known.fn is None:
             continue
@@ -208,7 +208,8 @@ def _first_line(error: BaseException) -> str:
 def check_contract(
     case: Operation, implementation: Implementation, dtype: torch.dtype, device: torch.device, *, limit: float
 ) -> Checked:
-    """Whether it keeps the laws of the operation, as far as `limit` seconds tell (0: not checked), on small shapes.
+    """Check an implementation against the laws of the operation, on small shapes and for at most `limit` seconds (0:
+    not at all).
 
     Empties the caches of torch.compile, where it is in use.
     """

@@ -30,7 +30,7 @@ def case_of(op: str | Operation) -> Operation:
 
 
 def extended(cases: Sequence[Operation], implementations: Any, table: Table) -> Table:
-    """The table with the implementations of a mapping, which are those of the only operation in `cases`."""
+    """Add the implementations of a mapping to the table, for the only operation in `cases`."""
     if not isinstance(implementations, Mapping):
         return table
     if len(cases) != 1:
@@ -67,7 +67,8 @@ def dtypes_of(case: Operation, dtypes: Sequence[str | torch.dtype], *, one: bool
 
 
 def shapes_of(case: Operation, shapes: Sequence[Shape] | None, cases: Sequence[Operation]) -> list[dict[str, int]]:
-    """The operation's whole shapes, from sizes of which some may be other operations'. Raises ValueError for others."""
+    """Complete the shapes of an operation; sizes that only other `cases` have are ignored. Raises ValueError for
+    unknown ones."""
     known = {name for other in cases for name in other.shape}
     chosen = []
     for shape in shapes or [{}]:
@@ -147,7 +148,7 @@ def _read(path: Path) -> tuple[int, int, int, int, int]:
         config = json_of(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
-    config = config.get("text_config") or config  # of models that see
+    config = config.get("text_config") or config  # of models that take images
 
     def get(*names: str) -> int | None:
         return next((config[name] for name in names if config.get(name) is not None), None)

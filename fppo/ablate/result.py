@@ -69,7 +69,7 @@ class ResultRow:
 
 @attrs.frozen(kw_only=True)
 class HostRates:
-    """Where it was measured, and its rates: FLOP/s of a matmul by dtype, bytes/s read and written by a copy."""
+    """The machine of an ablation and its rates: FLOP/s of a matmul by dtype, bytes/s read and written by a copy."""
 
     device: str
     threads: int

@@ -1,4 +1,4 @@
-"""Policy and critic of a run, as its settings name them: adapters over one base wherever that is the same."""
+"""Policy and critic of a run from its settings; their adapters share one base if both start from the same weights."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from fppo.steps.hidden import init_hidden
 
 
 def lora_of(section: LoraSettings) -> Lora:
-    """The policy's adapter, as the settings or the files that they name describe it.
+    """The policy's adapter, from the settings or from the files that they name.
 
-    Raises ValueError for files that are none of an adapter, or of one that does what fppo does not.
+    Raises ValueError if the files hold no adapter, or one with features that fppo does not have.
     """
     if section.path is not None:
         return lora_files.read_config(Path(section.path))
@@ -45,10 +45,10 @@ def lora_of(section: LoraSettings) -> Lora:
 def load_policy(
     section: ModelSettings, critic: CriticSettings, key: Key, mesh: Mesh, device: torch.device
 ) -> tuple[Model, Params]:
-    """The policy, and on the device its parameters: with an adapter that one, as the settings begin it.
+    """The policy, and its parameters on the device: with an adapter only the adapter's, before its first update.
 
-    Raises ValueError for a model whose code uses weights in ways that adapters do not know, and for what cannot be
-    quantised if that is asked for.
+    Raises ValueError for a model that uses weights in ways that adapters do not support, and, if quantisation is asked
+    for, for a model that cannot be quantised.
     """
     model, params = load_actor(section, critic, mesh)
     if not section.lora.used:
@@ -77,8 +77,8 @@ def adapted_critic(
     device: torch.device,
     policy: Model | None = None,
 ) -> tuple[Model | None, Params]:
-    """The critic: on the base of `policy`, if that is here, where both are adapted and begin from the same weights;
-    else loaded. One that is no model has parameters alone."""
+    """The critic and its parameters. It shares the base of `policy`, if given, where both are adapted and begin from
+    the same weights; else it is loaded. A critic that reads no tokens has parameters, and None as its model."""
     if critic.reads != "tokens":
         return None, on_device(reader_params(section, critic, key.fold("critic")), device)
     if policy is not None and section.shares_base:
@@ -94,7 +94,7 @@ def adapted_critic(
 
 
 def reader_params(section: ModelSettings, critic: CriticSettings, key: Key) -> Params:
-    """The parameters of a critic that is no model, before its first update."""
+    """Initial parameters of a critic without a model: a reader of the policy's confidence or hidden states."""
     outputs = value_head_of(critic.loss).outputs
     shape = {"members": critic.ensemble, "outputs": outputs, "signs": TRUTH_SIGNS if critic.privileged else 0}
     if critic.reads == "confidence":
@@ -105,7 +105,7 @@ def reader_params(section: ModelSettings, critic: CriticSettings, key: Key) -> P
 def _on_base(
     section: ModelSettings, critic: CriticSettings, policy: Model, key: Key, mesh: Mesh
 ) -> tuple[Model, Params]:
-    """A critic of the policy's own tensors, with a value head of the checkpoint's or a fresh one."""
+    """A critic on the policy's own tensors, with the checkpoint's value head or a fresh one."""
     again, model = critic.checkpoint_layers, bare_model(section, critic)
     model = model if again is None else attrs.evolve(model, checkpoint_layers=again)
     model = place_beside(model, policy, mesh)
@@ -121,8 +121,7 @@ def _on_base(
 
 
 def shape_of(section: ModelSettings, critic: CriticSettings | None = None) -> Model:
-    """The policy's model, or with a critic's section the critic's, without tensors: with an adapter, if it is trained
-    by one."""
+    """The policy's model without tensors, or the critic's if its section is given; with its adapter, if it has one."""
     model, own = bare_model(section, critic), section.lora
     if not (own.used if critic is None else own.of_critic):
         return model
@@ -153,7 +152,7 @@ def check_export(
 
 
 def exported_bytes(model: Model, itemsize: int) -> int:
-    """Bytes of the weights that `export_policy` writes of a policy whose parameters have so many bytes for a number."""
+    """Bytes of the weights that `export_policy` writes, at `itemsize` bytes per parameter; merged adapters take 4."""
     if model.frozen is None:
         return itemsize * sum(shape.numel() for shape in model.whole_shapes.values())
     if lora_files.obstacle(model) is not None:
@@ -171,10 +170,10 @@ def export_policy(
     generation: GenerationConfig | None,
     mesh: Mesh = LOCAL,
 ) -> None:
-    """Write a policy as a Hugging Face directory; its adapter over `base` in PEFT's files or, where these cannot hold
-    it, merged into its base as whole weights in float32.
+    """Write a policy as a Hugging Face directory. An adapter over `base` is written in PEFT's files or, if these cannot
+    hold it, merged into its base as whole float32 weights.
 
-    On a mesh that cuts parameters every rank must call.
+    Every rank must call this on a mesh that cuts parameters.
     """
     if model.frozen is not None and base is not None and lora_files.obstacle(model) is None:
         lora_files.save(model, params, target, base=base, tokenizer=texts, mesh=mesh)
@@ -186,7 +185,7 @@ def export_policy(
 
 
 def policy_model(section: ModelSettings, critic: CriticSettings, key: Key, mesh: Mesh, device: torch.device) -> Model:
-    """The policy's model without parameters of its own; of an adapted one with its base, on the device."""
+    """The policy's model without its trained parameters; an adapted one comes with its base, on the device."""
     return load_policy(section, critic, key, mesh, device)[0] if section.lora.used else bare_model(section)
 
 

@@ -1,4 +1,4 @@
-"""The engine of the episodes of an agent that settings name. Only runs with one import this: it takes a server."""
+"""The engine for episodes of an agent that settings name. Only runs with an agent import this: it needs a server."""
 
 from __future__ import annotations
 

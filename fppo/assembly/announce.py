@@ -28,7 +28,7 @@ from fppo.steps.outputs import Forward
 from fppo_kernels.table import Kernels
 
 _WIDTH = 80
-SHARD = "mesh.shard"  # a command fills it in, so that it is nothing that anybody asked for
+SHARD = "mesh.shard"  # filled in by a command, so it is no user's choice
 
 
 def input_lines(
@@ -43,9 +43,10 @@ def input_lines(
     *,
     rows: DataSettings | None = None,
 ) -> list[str]:
-    """Device, kernels and what is to be said of their choice, pools, prompts, what ends a response, the settings that
-    differ from their defaults here, where old log-probs come from, and the settings that change nothing (`idle`);
-    `rows` of chats for responses in turns, with `thinking`, what becomes of earlier thoughts in them."""
+    """Lines on the inputs of a run: device, kernels and why they were `chosen`, pools, prompts, ends of a response,
+    settings that differ from their defaults on this machine, the source of old log-probs, and settings without effect
+    (`idle`). For responses in turns `rows` are the settings of their chats, and `thinking` says what becomes of earlier
+    thoughts."""
     ends = [repr(inputs.tokenizer.decode([token])) for token in inputs.sampling.stop_token_ids]
     texts = inputs.sampling.stop_texts
     ends += [] if texts is None else [repr(text.decode()) for text in texts.texts]
@@ -98,13 +99,13 @@ def supervised_lines(
 
 
 def _export(model: ModelSettings) -> list[str]:
-    """Line on an adapter that is not exported as one."""
+    """Line on an adapter that is exported as whole weights."""
     text = lora_files.obstacle(shape_of(model)) if model.lora.used else None
     return [] if text is None else [_line("export", f"whole weights, with the adapter merged in: {text}")]
 
 
 def _thoughts(rows: DataSettings, tokenizer: PreTrainedTokenizerBase, thinking: str) -> list[str]:
-    """Line on earlier thoughts, if the chat template of turns leaves them out, or if turns are rows because of it."""
+    """Line on earlier thoughts: if the chat template leaves them out, or if each turn is a row of its own (drop)."""
     if not rows.chat:
         return []
     roles = forgets_thinking(tokenizer, roles=("tool",), options=chat_options(rows))
@@ -117,7 +118,7 @@ def _thoughts(rows: DataSettings, tokenizer: PreTrainedTokenizerBase, thinking: 
 
 
 def _pools(placement: PlacementSettings) -> str:
-    """Who is in which pool, and how many ranks and threads each has."""
+    """The roles of each pool, with its numbers of ranks and threads."""
     places, pools = places_of(placement), pools_of(placement)
     threads = threads_of(placement, torch.get_num_threads()) if places else {}
     texts = [
@@ -134,7 +135,7 @@ def _several(count: int, what: str) -> str:
 
 
 def model_lines(model: Model, path: str, others: Sequence[str]) -> list[str]:
-    """The policy's family and size, and what is beside it."""
+    """Lines on the policy's family and size, its adapter and base, and the models beside it."""
     count = sum(math.prod(shape) for shape in model.plain.whole_shapes.values())
     beside = f", and a {' and a '.join(others)}" if others else ""
     lines = [_line("model", f"{model.config.model_type} of {_count(count)} parameters, from {path}{beside}")]
@@ -161,8 +162,8 @@ def optimizer_lines(role: str, section: OptimizerSettings, model: Model | None) 
 def sharing_lines(
     section: ModelSettings, n: int, hindrances: Sequence[tuple[str, Any, str]], model: Model, kernels: Kernels
 ) -> list[str]:
-    """Why `n` responses to a prompt do not share it in passes: the `hindrances` of settings, with values and reasons,
-    or one of the model's."""
+    """Line on why `n` responses to a prompt do not share its computation: the first of the settings' `hindrances`
+    (path, value, reason), or one of the model's."""
     if n == 1 or section.share_prompts != "auto":
         return []
     of_settings = [f"{path} = {value!r} {why}" for path, value, why in hindrances]

@@ -51,7 +51,7 @@ class EngineOptions:
 
 
 def engine_options(section: RolloutSettings, model: ModelSettings, *, routed: bool, held_out: bool) -> EngineOptions:
-    """The engine that the settings name; not vLLM where all rollouts are saved ones and no prompt is held out."""
+    """The options of the settings' engine; it is not vLLM if all rollouts are saved ones and no prompt is held out."""
     used = section.engine == "vllm" and (section.from_ is None or held_out)
     return EngineOptions(
         vllm=attrs.evolve(section.vllm, adapter=model.lora.send) if used else None,
@@ -75,9 +75,10 @@ def engine_of(options: EngineOptions, model: Model, pad_token_id: int, mesh: Mes
 
 
 def embedded_engine(options: EngineOptions, model: Model, pad_token_id: int, mesh: Mesh, tools: Tools) -> SpreadEngine:
-    """The engine on the trainer's own parameters, on every rank, which fetches them if they wait on the host.
+    """The embedded engine, on every rank: it uses the trainer's own parameters, and fetches them if they are on the
+    host.
 
-    Raises ValueError for a model that it cannot run, and for an exact one that this machine cannot.
+    Raises ValueError for a model that it cannot run, and for an exact engine if this machine cannot be exact.
     """
     check_engine(model)
     embedded = EmbeddedEngine(
@@ -111,19 +112,19 @@ def make_engine_of_pool(
 ) -> Generate:
     """The `generate` of an engine on a rank of its own, which parameters are sent to."""
     tools = begin(here)
-    model = load(here.mesh, here.device if options.vllm is None else torch.device("cpu"))  # where parameters come
+    model = load(here.mesh, here.device if options.vllm is None else torch.device("cpu"))  # where parameters arrive
     if options.vllm is not None:
         return vllm_engine(options.vllm, model, pad_token_id, here.mesh).generate
     return embedded_engine(attrs.evolve(options, on_host=False), model, pad_token_id, here.mesh, tools).generate
 
 
 def _fetching(engine: Engine, lane: Lane | None) -> Engine:
-    """The engine for parameters on the host, if there is a lane."""
+    """Wrap the engine to fetch parameters from the host, if there is a lane."""
     return engine if lane is None else FetchingEngine(engine=engine, lane=lane)
 
 
 def vllm_engine(section: VllmSettings, model: Model, pad_token_id: int, mesh: Mesh) -> VllmEngine:
-    """A vLLM of its own, as the section says. Use it in a `with`, or close it."""
+    """A new vLLM engine with the section's options. Use it in a `with`, or close it."""
     from fppo.rollout.vllm.engine import VllmEngine  # here: it starts processes of another package
 
     return VllmEngine(
@@ -146,8 +147,8 @@ def answering(
     pad_token_id: int,
     mesh: Mesh,
 ) -> Iterator[Engine]:
-    """The engine in turns with the settings' environment or tool, if they name one, and with newer weights between
-    pieces of a response, if they interrupt it; for as long as the context lasts.
+    """The engine for responses in turns with the settings' agent, environment or tool, if they name one. If the
+    settings interrupt responses, it takes newer weights between pieces. Open for as long as the context lasts.
 
     Raises ValueError if there is no such environment or tool, or the chat template does not take its messages.
     """
@@ -190,7 +191,7 @@ def answering(
 
 
 def _turn_encoder(tokenizer: PreTrainedTokenizerBase, rows: DataSettings, *, roles: Sequence[str] = ()) -> Encode:
-    """The encoder of messages of these roles behind a turn: by the chat template, or as plain text."""
+    """The encoder of messages of these roles that follow a turn: by the chat template, or as plain text."""
     if not rows.chat:
         return PlainText(tokenizer)
     return chat_template(tokenizer, roles=roles, options=chat_options(rows))
@@ -203,7 +204,8 @@ def _tool_runner(respond: tools.Respond, turns: TurnsSettings) -> ToolRunner:
 
 
 def _check_anew(encode: Encode, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError for a chat template whose messages of tools need calls that turns cannot be read for."""
+    """Raises ValueError if the chat template shows tool messages only after calls, and the tokenizer cannot read calls
+    in turns."""
     calls = isinstance(encode, ChatTemplate) and encode.behind_calls
     if calls and getattr(tokenizer, "response_template", None) is None:
         text = "the chat template shows a tool's message behind a call alone, and the tokenizer has no"
@@ -212,7 +214,7 @@ def _check_anew(encode: Encode, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def game_of(turns: TurnsSettings) -> Game:
-    """The game that answers the policy's turns. Raises ValueError if something else does."""
+    """The game that answers the policy's turns. Raises ValueError if they are answered by anything else."""
     name = str(turns.respond)
     game = tools.resolve(name)
     if not isinstance(game, Game):

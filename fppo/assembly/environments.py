@@ -1,4 +1,4 @@
-"""The environment that settings name: made, played with, and its prompts and rewards."""
+"""The environment that settings name: how it is made and run, its prompts and its rewards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ PATH = "rollout.environment"
 def maker_of(section: EnvironmentSettings) -> tuple[Callable[[], Any], bool]:
     """The function that makes the settings' environment, and whether it is known to have coroutines.
 
-    Raises ValueError, naming the setting, for what does not import, is no environment, or does not take the keywords.
+    Raises ValueError, naming the setting, if the name does not import, is no environment, or does not take the
+    keywords.
     """
     if section.is_agent:
         return partial(_itself, agent_of(section)), True
@@ -66,8 +67,8 @@ def environment_runner(section: EnvironmentSettings, turns: TurnsSettings) -> En
 def prompt_encoder(
     tokenizer: PreTrainedTokenizerBase, encode: Encode, vocabulary: int
 ) -> Callable[[Sequence[Message]], list[int]]:
-    """Prompts of messages as tokens below `vocabulary`: by the chat template that writes what comes behind turns, or as
-    the messages' text."""
+    """The encoder of messages as a prompt, in tokens below `vocabulary`: by the chat template if `encode` is one, else
+    as the messages' text."""
     return partial(_encoded, tokenizer, encode if isinstance(encode, ChatTemplate) else None, vocabulary)
 
 
@@ -81,12 +82,12 @@ def _encoded(
 
 
 def episode_prompts(count: int, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
-    """Prompts without content, whose environment gives them some; each row has its number."""
+    """`count` prompts without content, which the environment fills; the extras of each row hold its number."""
     pad: Any = tokenizer.pad_token_id
     numbers = [{"number": number} for number in range(count)]
     return data.prompt_set([[pad]] * count, tokenizer, sources="environment", extras=numbers)
 
 
 def environment_terms(section: EnvironmentSettings) -> dict[str, tuple[RewardFn, float]]:
-    """The environment's rewards as a part of the score, by name; nothing without one."""
+    """The environment's reward as a term of the score, by name; empty without an environment."""
     return {"environment": (environment_reward, 1.0)} if section.used else {}

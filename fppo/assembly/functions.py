@@ -24,7 +24,7 @@ from fppo_kernels.adamw import adamw_
 from fppo_kernels.table import Kernels
 
 Correct = Callable[[Tensor, Tensor, Tensor], losses.Correction]  # of old log-probs, the engine's, and the mask
-Advantage = Callable[[Mapping[str, float]], AdvantageFn]  # by the weights of the reward's functions, by their names
+Advantage = Callable[[Mapping[str, float]], AdvantageFn]  # from the reward functions' weights, by name
 
 
 def policy_loss(part: Component) -> LossFn | SelectiveLoss:
@@ -65,10 +65,11 @@ def optimizer_of(
     kernel: Callable[..., None] = adamw_,
     on_host: Lane | None = None,
 ) -> Optimizer:
-    """The optimizer for a run of `updates` updates, AdamW by the `kernel`. Its state is on the host if it has a lane.
+    """The optimizer for a run of `updates` updates; AdamW uses the `kernel`. Its state is on the host if `on_host` is a
+    lane.
 
-    `setting` is what errors call the section. Raises ValueError for a function of the user's that does not import or
-    makes no optimizer, and what the optimizer's function says of its keywords.
+    `setting` names the section in errors. Raises ValueError for a user's function that does not import or makes no
+    optimizer, and whatever the function raises about its keywords.
     """
     rate = rate_of(section, updates)
     (make,) = bound(section, OPTIMIZERS, setting)
@@ -84,9 +85,9 @@ def optimizer_of(
 
 
 def advantage_of(algorithm: AlgorithmSettings, kernels: Kernels) -> Advantage:
-    """The estimator that the settings name, for the weights of the reward's functions by their names.
+    """The estimator that the settings name, as a function of the reward functions' weights by name.
 
-    Raises ValueError if there is none, and for a critic's that does not say so in its source.
+    Raises ValueError if there is none, and for one that reads a critic's values but does not show it in its source.
     """
     part = algorithm.advantage
     (fn,) = bound(part, ESTIMATORS, "algorithm.advantage")
@@ -102,10 +103,10 @@ def advantage_of(algorithm: AlgorithmSettings, kernels: Kernels) -> Advantage:
 
 
 def curriculum_of(part: Component) -> Curriculum | None:
-    """The curriculum that the settings name; None for none.
+    """The curriculum that the settings name; None if they name none.
 
-    Raises ValueError for a function of the user's that does not import or makes no curriculum, and what the function
-    says of its keywords.
+    Raises ValueError for a user's function that does not import or makes no curriculum, and whatever the function
+    raises about its keywords.
     """
     found = bound(part, CURRICULA, "data.curriculum")
     if not found:
@@ -124,13 +125,13 @@ def correction_of(part: Component) -> Correct | None:
 
 
 def loss_correction(part: Component, loss: LossSettings) -> Correct | None:
-    """The off-policy correction of the policy loss: gmpo, whose loss is a row's, has one weight for a row."""
+    """The off-policy correction of the policy loss; with one weight per row for gmpo, whose loss is per row."""
     correct = correction_of(part)
     return correct if correct is None or loss.name != "gmpo" else _by_row(correct)
 
 
 def _by_row(correct: Correct) -> Correct:
-    """The correction with one weight for a row, for gmpo, whose loss is a row's."""
+    """The correction with one weight per row, for gmpo, whose loss is per row."""
 
     def by_row(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> losses.Correction:
         correction = correct(old_log_probs, rollout_log_probs, mask)
@@ -149,8 +150,8 @@ def check_laws(
     kernels: Kernels,
     usage: Usage,
 ) -> None:
-    """Puts what settings name as module:function through the laws that take no time: policy loss, estimator, and
-    kernels, by the settings in `names`. Raises SettingsError for what breaks one."""
+    """Check policy loss, estimator and kernels that settings name as module:function against the laws that take no
+    time; `names` are the kernels' settings. Raises SettingsError naming each that breaks one."""
     own = {"loss_fn": ("actor.loss.name", loss.name), "advantage_fn": ("algorithm.advantage.name", estimator.name)}
     wrong = screened(
         loss_fn=policy_loss(loss),
@@ -162,8 +163,8 @@ def check_laws(
 
 
 def check_own_kernels(names: Mapping[str, str], kernels: Kernels, usage: Usage) -> None:
-    """Puts the kernels that settings name as module:function through the laws that take no time. Raises SettingsError
-    for what breaks one."""
+    """Check kernels that settings name as module:function against the laws that take no time. Raises SettingsError
+    naming each that breaks one."""
     _refuse(screened(kernels={op: getattr(kernels, op) for op in SCREENED}, usage=usage), _settings_of(names))
 
 

@@ -1,8 +1,8 @@
-"""Settings that cannot have an effect beside the others of a run, in lines for whoever starts it.
+"""Lines on settings of a run that have no effect, given its other settings.
 
-Whether a keyword of a loss has an effect is not known by its name, but tried: the loss and its gradient are computed
-with other values of the keyword, where old and new log-probs, or values, are equal and where they differ. So this holds
-for losses of the user's own, too.
+Whether a keyword of a loss has an effect is not known by its name but tried: the loss and its gradient are computed
+with other values of the keyword, where old and new log-probs, or values, are equal and where they differ. So this works
+for the user's own losses, too.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fppo.steps.actor import SelectiveLoss
 _ROWS, _WIDTH = 6, 8
 _SPREADS = (0.001, 0.01, 0.1, 1.0, 4.0)  # of the difference between old and new
 _ROUNDING = 1e-6  # the same where they are equal but for rounding
-_SAME = 1e-3  # of loss and gradient: far more than comes of rounding
-Loss = Callable[[Any, float], tuple[Tensor, Tensor]]  # of a part, with old and new so far apart, and its gradient
+_SAME = 1e-3  # tolerance for loss and gradient: far above rounding
+Loss = Callable[[Any, float], tuple[Tensor, Tensor]]  # from a part and a spread of old and new: loss, gradient
 
 
 def said_of_idle(settings: TrainSettings) -> list[str]:
@@ -83,12 +83,12 @@ def _others(value: Any, keyword: Keyword) -> list[Any]:
 
 
 def _value_and_gradient(part: Component, spread: float, loss: Loss) -> tuple[Tensor, Tensor] | None:
-    """Loss and gradient with the same draws inside in every call; None for a part that takes no such value."""
+    """Loss and gradient, with the same random draws in every call; None for a part that does not take such a value."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         try:
             return loss(part, spread)
-        except Exception:  # whatever a function of the user's raises: what is wrong with settings is said elsewhere
+        except Exception:  # a user's function may raise anything; invalid settings are reported elsewhere
             return None
 
 
@@ -122,7 +122,8 @@ def _of_values(part: Any, spread: float) -> tuple[Tensor, Tensor]:
 
 
 def _corrects(part: Component) -> bool:
-    """Whether a correction weighs or rejects any token where the policy sampled the rows itself; True for none."""
+    """Whether a correction weighs or rejects any token of rows that the policy itself sampled; True without a
+    correction."""
     if (correct := correction_of(part)) is None:
         return True
     mask, old = torch.ones(_ROWS, _WIDTH, dtype=torch.bool), -torch.rand(_ROWS, _WIDTH)

@@ -85,7 +85,7 @@ T = TypeVar("T")
 
 @attrs.frozen(kw_only=True)
 class Drawing:
-    """How prompts are drawn: by an order of the user's, or by a curriculum, from a cursor on."""
+    """How prompts are drawn, from a cursor on: by a user's order, or by a curriculum."""
 
     order: Order | None = None
     curriculum: Curriculum | None = None
@@ -113,7 +113,7 @@ class Inputs:
     advantage: Advantage
     tokenizer: PreTrainedTokenizerBase
     images: data.ImageReader | None
-    generation: GenerationConfig  # which goes with the policy where it is exported
+    generation: GenerationConfig  # exported with the policy
     prompts: PromptSet
     drawing: Drawing
     loggers: Mapping[str, Callable[..., Any]]  # those of the user's, by name
@@ -123,14 +123,14 @@ class Inputs:
 
     @property
     def texts(self) -> Any:
-        """The processor of a model that takes images, which has the tokenizer too; else the tokenizer."""
+        """The processor, which has the tokenizer too, of a model that takes images; else the tokenizer."""
         return self.tokenizer if self.images is None else self.images.processor
 
 
 def read_inputs(
     settings: TrainSettings, *, mesh: Mesh, kernels: Kernels | None = None, device: torch.device | None = None
 ) -> Inputs:
-    """Open everything that the settings name, with `kernels` and `device` in place of theirs.
+    """Open everything that the settings name; `kernels` and `device`, if given, replace theirs.
 
     Raises SettingsError that names all problems at once.
     """
@@ -195,7 +195,7 @@ def _usage(
     *,
     in_turns: bool,
 ) -> Usage:
-    """The use that a run of the models that these build makes of its functions."""
+    """How a run uses its functions, for their checks; `models` gives the builders of its models."""
     return Usage(
         group=rollout.n,
         dtype=getattr(torch, section.compute_dtype),
@@ -209,8 +209,8 @@ def _usage(
 def _text_tools(
     model: ModelSettings, rows: DataSettings, tried: Tried
 ) -> tuple[PreTrainedTokenizerBase, GenerationConfig, data.ImageReader | None]:
-    """The policy's tokenizer, its generation config, and the reader of images, None without any. Raises SettingsError
-    with all problems so far where prompts cannot be read."""
+    """The policy's tokenizer, its generation config, and the reader of images if there are any. Raises SettingsError
+    with all problems so far if prompts cannot be read."""
     tokenizer = tried(lambda: load_tokenizer(model, rows))
     if tokenizer is None:
         raise tried.error()
@@ -222,7 +222,7 @@ def _text_tools(
 
 
 def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.device | None = None) -> EvalInputs:
-    """Open what an evaluation takes, and nothing that is for training alone. Raises SettingsError with all problems."""
+    """Open the inputs of an evaluation, and none for training alone. Raises SettingsError with all problems."""
     search(settings.module_dirs)
     tried = Tried()
     device, names = device or tried(lambda: device_of(settings.device, settings.placement)), kernels_named(settings)
@@ -260,7 +260,7 @@ class Tried:
         self.problems: list[Exception] = []
 
     def __call__(self, act: Callable[[], T]) -> T | None:
-        """The result of `act`; None, and its error noted, if it fails in a way that a user can mend."""
+        """The result of `act`; None if it raises ValueError or OSError, which a user can mend; these are noted."""
         try:
             return act()
         except (ValueError, OSError) as error:
@@ -268,7 +268,7 @@ class Tried:
             return None
 
     def error(self) -> files.SettingsError:
-        """One error for all of them, with the first one's place."""
+        """One error for all problems, caused by the first."""
         found = together(self.problems)
         lines = [x.problems if isinstance(x, files.SettingsError) else lines_of(x) for x in found]
         whole = files.SettingsError(list(dict.fromkeys(line for each in lines for line in each)))
@@ -282,7 +282,7 @@ def _prompts(
     tokenizer: PreTrainedTokenizerBase,
     images: data.ImageReader | None,
 ) -> PromptSet:
-    """The prompts to train on: rows, or without any those that the environment fills."""
+    """The prompts to train on: rows of data or, without any, empty ones that the environment fills."""
     if environment.used and not rows.path and rows.rows is None:
         return episode_prompts(environment.episodes, tokenizer)
     return load_prompts(rows, tokenizer, images)
@@ -295,7 +295,7 @@ def _held_out(
     tokenizer: PreTrainedTokenizerBase,
     images: data.ImageReader | None,
 ) -> PromptSet | None:
-    """The prompts to evaluate on: rows, or those that the environment fills; None without any."""
+    """The prompts to evaluate on: rows of data, or empty ones that the environment fills; None without either."""
     count, most = environment.eval_episodes, how.max_prompts
     if not environment.has_held_out:
         return load_held_out(rows, how, tokenizer, images) if rows.has_held_out else None
@@ -303,7 +303,7 @@ def _held_out(
 
 
 def read_data(section: DataSettings, problems: data.Problems) -> Sequence[data.Row]:
-    """The rows to train on; what is wrong with some is noted. Raises ValueError."""
+    """The rows to train on; faulty ones are noted in `problems`. Raises ValueError."""
     fn = section.rows
     if fn is None:
         return data.read_rows(section.path, **only(section, "split", "stream"), problems=problems)
@@ -313,7 +313,8 @@ def read_data(section: DataSettings, problems: data.Problems) -> Sequence[data.R
 def load_prompts(
     section: DataSettings, tokenizer: PreTrainedTokenizerBase, images: data.ImageReader | None = None
 ) -> PromptSet:
-    """The prompts to train on, with a teacher's own in their extras. Raises ValueError that names every faulty row."""
+    """The prompts to train on, with a teacher's own prompts in their extras. Raises ValueError that names every faulty
+    row."""
     problems = data.Problems()
     rows = read_data(section, problems)
     encode = partial(data.encode_rows, rows, tokenizer, pad_token=section.pad_token, chat=chat_options(section))
@@ -343,9 +344,10 @@ def load_held_out(
 
 
 def order_of(name: str | None, prompts: PromptSet, key: Key) -> Order | None:
-    """The order of prompts that a function of the user's gives each epoch; None without one.
+    """The order of prompts by epoch, from the user's function `name`; None without one.
 
-    The function is asked about the first epoch here. Raises ValueError if it does not import or gives no such order.
+    The first epoch's order is computed at once. Raises ValueError if the function does not import or its order is
+    invalid.
     """
     if name is None:
         return None
@@ -361,7 +363,7 @@ def order_of(name: str | None, prompts: PromptSet, key: Key) -> Order | None:
 
 def drawing_of(section: DataSettings, prompts: PromptSet, key: Key) -> Drawing:
     """How the settings want these prompts drawn. Raises ValueError for an order or a curriculum that does not import,
-    is none, or does not fit the prompts."""
+    is invalid, or does not fit the prompts."""
     curriculum = curriculum_of(section.curriculum)
     if curriculum is None:
         return Drawing(order=order_of(section.sampler, prompts, key))
@@ -381,25 +383,25 @@ def watching_of(section: LogSettings) -> dict[str, dict[str, Callable[..., Any]]
 
 
 def _check_values(named: Iterable[tuple[str, Any, Functions]], known: Sequence[Problem]) -> None:
-    """Raises SettingsError that names all values which the functions of parts refuse, and optimizers of a run that do
-    not import or are none; nothing of parts with `known` problems."""
+    """Raises SettingsError naming all keywords that the functions of parts refuse, and optimizers of a run that do not
+    import or are none. Keywords of parts with `known` problems are not tried."""
     every, tried = [*named], Tried()
     wrong = [str(problem) for problem in value_problems(every, known)]
     for path, part, _ in every:
-        if path in ("actor.optimizer", "critic.optimizer") and not part.keywords:  # else it was called
+        if path in ("actor.optimizer", "critic.optimizer") and not part.keywords:  # else it was tried
             tried(partial(optimizer_of, part, 1, setting=path))
     if wrong or tried.problems:
         raise files.SettingsError([*wrong, *map(str, tried.problems)])
 
 
 def _check_saved(section: RolloutSettings, *, until: int, routed: bool) -> None:
-    """Raises ValueError for saved rollouts that do not suffice for so many steps."""
+    """Raises ValueError if saved rollouts do not suffice up to step `until`."""
     if section.from_ is not None:
         saved.check(Path(section.from_), until=until, rows=section.batch_size, routed=routed)
 
 
 def _check_rewards(reward: RewardSettings, rollout: RolloutSettings) -> None:
-    """Raises ValueError for rewards and tools that the settings name and that there are not."""
+    """Raises ValueError for rewards, tools and environments that the settings name and that do not exist."""
     if reward.functions:
         reward_of(reward, {}, max_tokens=rollout.max_tokens)
     if rollout.turns.respond is not None:
@@ -409,8 +411,8 @@ def _check_rewards(reward: RewardSettings, rollout: RolloutSettings) -> None:
 
 
 def _check_truths(reward: RewardSettings, rollout: RolloutSettings, *prompt_sets: PromptSet | None) -> None:
-    """Raises DataError for ground truths that a reward function cannot score, or would never score 1. Rewards that are
-    none are another error's."""
+    """Raises DataError for ground truths that a reward function cannot score, or would never score 1. Invalid rewards
+    are reported elsewhere."""
     try:
         functions = reward_of(reward, {}, max_tokens=rollout.max_tokens) if reward.functions else WeightedSum(())
     except ValueError:
@@ -422,7 +424,7 @@ def _check_truths(reward: RewardSettings, rollout: RolloutSettings, *prompt_sets
 def _models_named(
     section: ModelSettings, *, critic: bool, reference: bool, teacher: bool
 ) -> dict[str, tuple[str, str]]:
-    """By role, the path of each of these models that has one of its own, and the setting that gives it."""
+    """By role, path and setting of the actor's model and of each other model with a path of its own."""
     paths = {
         "critic": (section.critic_path if critic else None, "model.critic_path"),
         "reference": (section.ref_path if reference else None, "model.ref_path"),
@@ -435,8 +437,8 @@ def _models_named(
 def _builders(
     section: ModelSettings, critic: CriticSettings | None, named: Mapping[str, tuple[str, str]]
 ) -> Mapping[str, Callable[[], Model]]:
-    """By role, what builds a model without parameters: the actor's, the critic's if its section is given, and those of
-    the reference and the teacher if they are `named`, with their paths."""
+    """By role, a function that builds the model without parameters: for the actor, for the critic if its section is
+    given, and for reference and teacher if they are `named`."""
     built = {"actor": partial(bare_model, section)}
     if critic is not None:
         built["critic"] = partial(bare_model, section, critic)
@@ -453,9 +455,9 @@ def _check_rows(
     sets: tuple[PromptSet | None, PromptSet | None],
     tried: Tried,
 ) -> None:
-    """Notes models that were made for shorter rows than those that the prompts of both sets, to train on and held out,
-    may become: the policy's, a critic's with so many `privileged` tokens (None: it is no model), and the `others` that
-    are used. Of an environment's prompts only the responses are known."""
+    """Note models made for fewer positions than the longest row may have: the policy, a critic with `privileged` more
+    tokens (None: it has no model), and the `others` in use. `sets` are the prompts to train on and those held out; an
+    environment's own prompts are not known, so only their responses count."""
     trained, most, has_critic = ("rollout.max_tokens", rollout.max_tokens), how.max_tokens, privileged is not None
     evaluated = trained if most is None else ("eval.max_tokens", most)
     named = _models_named(section, critic=has_critic, **others)
@@ -473,7 +475,7 @@ def _check_row(section: ModelSettings, place: tuple[str, str], longest: int, res
 
 
 def _longest(prompts: PromptSet, *, taught: bool) -> int:
-    """The tokens of the longest prompt, of those that a teacher reads if it is `taught`."""
+    """Tokens of the longest prompt, or of the longest of the teacher's prompts if `taught`."""
     own = (extra.get(TEACHER_PROMPT) if taught else None for extra in prompts.extras)
     return max(len(tokens if of is None else of) for tokens, of in zip(prompts.tokens, own, strict=True))
 

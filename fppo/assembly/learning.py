@@ -27,18 +27,18 @@ from fppo.steps.optimizers import Optimizer
 from fppo.steps.outputs import Forward
 from fppo.steps.train_state import TrainState, init_state
 
-# the k3 divergence per token of two ways to compute the same: log-probs that differ by 0.01 (float32), 0.3 (16 bits)
+# k3 divergence per token of two computations of the same log-probs, 0.01 (float32) or 0.3 (16 bits) apart
 _EXACT_GAP, _COARSE_GAP = 1e-4, 0.05
-Watch = tuple[float, Then]  # the largest gap to the engine that passes without a word, and what then
+Watch = tuple[float, Then]  # the largest gap to the engine that is tolerated, and what to do beyond it
 
 
 @attrs.frozen
 class Learning:
-    """How a role learns in a run: its optimizer, how often, and what waits on the host meanwhile."""
+    """How a role learns in a run: its optimizer, its number of updates, its loop, and what is offloaded to the host."""
 
     role: Literal["actor", "critic"]
     optimizer: OptimizerSettings
-    updates: int  # in the whole run, as far as settings know; what a run knows better its clock says (`steps.clock`)
+    updates: int  # in the whole run, by the settings; the clock corrects it as the run learns more (`steps.clock`)
     loop: Loop
     offload: Offload  # of the state, between uses
     offload_activations: bool
@@ -63,7 +63,7 @@ class Learning:
         return to_host(state) if self.offload == "all" else state
 
     def measured(self, update: UpdateStage, forward: Forward, lane: Lane) -> UpdateStage:
-        """The update with its rates as metrics, and with what is kept on the host."""
+        """The update with its rates as metrics, and with its state and activations on the host as the settings say."""
         if self.offload_activations:
             update = HostActivations(update, lane)
         if self.offload == "all":
@@ -81,8 +81,7 @@ def learning_of(
     offload: Offload,
     offload_activations: bool,
 ) -> Learning:
-    """How the actor or the critic learns from batches of so many sequences, `n` for each prompt, in so many steps of
-    the run."""
+    """How the actor or the critic learns in `steps` steps from batches of `batch_size` sequences, `n` per prompt."""
     optimizer, updates = section.optimizer, steps * section.updates(batch_size, n)
     constant = optimizer.schedule == "constant" and not optimizer.warmup_steps
     loop = Loop(
@@ -106,7 +105,7 @@ def watch_of(rollout: RolloutSettings, compute_dtype: str) -> Watch | None:
 
 
 def update_watch(rollout: RolloutSettings, compute_dtype: str, loop: Loop) -> Callable[..., UpdateStage] | None:
-    """The stage around the actor's update that compares the engine's policy with it; None where none does."""
+    """The stage around the actor's update that compares the engine's policy with it; None if nothing is compared."""
     if rollout.exact:
         return HoldExact
     watch = watch_of(rollout, compute_dtype)

@@ -23,15 +23,14 @@ from fppo_kernels import _cpp
 from fppo_kernels import table as tables
 from fppo_kernels.linear.onednn import fast_on_this_processor
 
-_WIDE = 256  # hidden states from which oneDNN's products are faster; narrower ones take as long as their calls
-_ENOUGH = 1e13  # FLOPs: a hundred seconds or more on a few cores, of which kernels in C++ spare more than they cost
+_WIDE = 256  # hidden size from which oneDNN's products are faster; below it, the cost of a call dominates
+_ENOUGH = 1e13  # FLOPs: a hundred seconds or more on a few cores; C++ kernels then save more than compiling them costs
 
 
 def resolved(settings: TrainSettings, device: torch.device | None = None) -> tuple[TrainSettings, list[str]]:
-    """The settings with a value for each that says auto, as they run on `device` (None: the one that they name), and
-    what is to be said of it.
+    """Replace every `auto` by its value on `device` (None: the one that the settings name), and describe the choices.
 
-    What is wrong with them is for others to say: here it decides nothing.
+    Invalid settings are reported elsewhere; here they decide nothing.
     """
     kind, section = torch.device("cpu"), settings.model
     with contextlib.suppress(ValueError):
@@ -59,12 +58,12 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
 
 
 def _width(policy: Model) -> int:
-    """Numbers of a hidden state."""
+    """The hidden size."""
     return policy.config.get_text_config().hidden_size
 
 
 def work_of(policy: Model, steps: int, rows: DataSettings, rollout: RolloutSettings, actor: ActorSettings) -> float:
-    """FLOPs of the policy's passes in so many steps, whose rows have at most as many tokens as the settings allow.
+    """FLOPs of the policy's passes in `steps` steps, with rows as long as the settings allow.
 
     They depend on the settings alone, so that a run has the same kernels whatever was compiled before.
     """
@@ -78,7 +77,7 @@ def _without_cpp(reason: str) -> dict[str, str]:
 
 
 def machine_of(built: Sequence[Model], capability: tuple[int, int] | None) -> Machine:
-    """A GPU of this compute capability, or a CPU, with what is installed beside it, for these models."""
+    """The machine for these models, a GPU of this compute capability or a CPU, with reasons against kernels."""
     refusals: dict[str, str] = {}
     needs = frozenset[str]().union(*map(models.attention_needs, built))
     for op in ("attention", "decode_attention", "log_probs", *resolve.LAYERS):

@@ -49,20 +49,21 @@ Offload = Literal["none", "moments", "all"]
 
 
 def device_of(name: str, placement: PlacementSettings) -> torch.device:
-    """The device of that name; "auto": a GPU if there is one, unless roles are in pools without. Raises ValueError if
-    it is not there."""
+    """The device of that name; "auto": a GPU if there is one, unless roles are in pools without GPUs. Raises ValueError
+    if this machine does not have it."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() and not ranks_without_gpus(placement) else "cpu"
     return named_device(name, f"device = {name!r}")
 
 
 def axes_at(placement: PlacementSettings, role: str, otherwise: AxesSettings) -> AxesSettings:
-    """The settings of the axes of a role's pool; those of the run's mesh without one."""
+    """The axes of a role's pool; `otherwise`, those of the run's mesh, for a role without a pool."""
     return pools_of(placement).get(places_of(placement).get(role, "")) or otherwise
 
 
 def mesh_at(placement: PlacementSettings, role: str, mesh: Mesh) -> tuple[str, Mesh]:
-    """The axes of a role's pool, a mesh without groups, with words that name it; without a pool none, and `mesh`."""
+    """The name of a role's pool as a prefix of messages, and a mesh of its axes without process groups; without a pool
+    an empty prefix and `mesh`."""
     name = places_of(placement).get(role)
     if name is None:
         return "", mesh
@@ -77,7 +78,7 @@ def sharding_of(mesh: MeshSettings) -> Sharding:
 
 
 def bare_model(section: ModelSettings, critic: CriticSettings | None = None) -> Model:
-    """The policy's model, or with a critic's section the critic's, without parameters: it takes only a config."""
+    """The policy's model without parameters, or the critic's if its section is given; only a config is read."""
     name, path, dtype = "model.path", section.path, section.compute_dtype
     if critic is not None:
         dtype = critic.compute_dtype or dtype
@@ -94,28 +95,29 @@ def bare_model(section: ModelSettings, critic: CriticSettings | None = None) -> 
 
 
 def load_actor(section: ModelSettings, critic: CriticSettings, mesh: Mesh) -> tuple[Model, Params]:
-    """The policy: its parameters are this rank's part of them on a mesh that cuts them. What adapters stand on is in
-    the dtype that it is computed with, and the critic too if it stands on the same."""
+    """The policy and this rank's part of its parameters: float32, or `base_dtype` if they are the base under an
+    adapter."""
     kept = base_dtype(section, critic) if section.lora.used else torch.float32
     model, params = _loader(section, mesh)(directory_of(section.path, "model.path"), dtype=kept)
     return _as_set(model, section), params
 
 
 def _as_set(model: Model, section: ModelSettings) -> Model:
-    """The model with what settings say of how it runs and what of it is trained."""
+    """The model, set to compile its layers and to train its vision tower as the settings say."""
     vision = model.vision and attrs.evolve(model.vision, trains=not section.freeze_vision)
     return attrs.evolve(model, compile_layers=section.compile_layers, vision=vision)
 
 
 def base_dtype(section: ModelSettings, critic: CriticSettings) -> torch.dtype:
-    """The dtype of the base under the policy's adapter: no update changes it, so it is no wider than the passes."""
+    """The dtype of the base under the policy's adapter, which no update changes: that of the passes, or float32 if
+    policy and critic share the base and compute in different ones."""
     names = {section.compute_dtype}
     names |= {critic.compute_dtype or section.compute_dtype} if section.shares_base else set()
     return getattr(torch, names.pop()) if len(names) == 1 else torch.float32
 
 
 def load_critic(section: ModelSettings, critic: CriticSettings, key: Key, mesh: Mesh) -> tuple[Model, Params]:
-    """The critic that is a model, and its parameters."""
+    """A critic with a model, and its parameters."""
     setting, again = "critic_path" if section.critic_path else "path", critic.checkpoint_layers
     model, params = _loader(section, mesh)(
         directory_of(section.critic_path or section.path, f"model.{setting}"),
@@ -132,8 +134,8 @@ def load_critic(section: ModelSettings, critic: CriticSettings, key: Key, mesh: 
 def load_reference(
     section: ModelSettings, mesh: Mesh, policy: tuple[Model, Params] | None = None
 ) -> tuple[Model, Params]:
-    """The reference: a model of its own, or the `policy` before its first update, copied if it is at hand; of an
-    adapted one the base alone, where that is the same or the settings say so."""
+    """The reference: a model of its own, or the `policy` before its first update, as a copy or, if not given, loaded.
+    For an adapted policy it is the base alone, where that is the same or the settings say so."""
     dtype, setting = getattr(torch, section.ref_dtype), "path" if section.ref_path is None else "ref_path"
     if policy is not None and section.ref_path is None:
         model, params = policy
@@ -149,7 +151,7 @@ def load_reference(
 
 
 def load_teacher(section: ModelSettings, mesh: Mesh) -> tuple[Model, Params]:
-    """The teacher: a policy of its own, of which the mesh cuts the parameters."""
+    """The teacher, a model of its own, and this rank's part of its parameters."""
     directory = directory_of(section.teacher_path or "", "model.teacher_path")
     model, params = _loader(section, mesh)(directory, dtype=getattr(torch, section.teacher_dtype))
     return _as_set(model, section), params
@@ -179,8 +181,9 @@ def compute_dtype_of(name: str) -> torch.dtype | None:
 
 
 def check_mesh(config: PreTrainedConfig, pool: str, mesh: Mesh) -> None:
-    """Raises ValueError, of a pool that `pool` names, for fewer layers than stages, an expert axis that does not divide
-    the experts, a tensor axis not the model's sizes, or a sequence axis not the attention heads that this leaves."""
+    """Raises ValueError for fewer layers than stages, an expert axis that does not divide the experts, a tensor axis
+    that does not divide the model's sizes, or a sequence axis that does not divide the remaining heads. `pool` begins
+    messages."""
     try:
         _check_mesh(config, mesh)
     except ValueError as error:
@@ -222,8 +225,7 @@ def _check_mesh(config: PreTrainedConfig, mesh: Mesh) -> None:
 
 
 def check_base(kind: Literal["float", "int8", "nf4"], config: PreTrainedConfig, pool: str, mesh: Mesh) -> None:
-    """Raises ValueError, of a pool that `pool` names, if the mesh would cut a quantised base within what has one
-    scale."""
+    """Raises ValueError if the mesh would cut a quantised base within a block of one scale. `pool` begins messages."""
     if kind == "float" or mesh["tensor"].size == 1:
         return
     try:
@@ -243,8 +245,8 @@ def check_vision(section: ModelSettings, config: PreTrainedConfig) -> None:
 def check_length(
     config: PreTrainedConfig, rows: DataSettings, rollout: RolloutSettings, how: EvalSettings, privileged: int = 0
 ) -> None:
-    """Raises ValueError if rows, with so many `privileged` tokens of a critic's, may grow longer than those for which
-    the model is one function."""
+    """Raises ValueError if rows, with a critic's `privileged` tokens, may become longer than `models.longest_row`:
+    beyond it the model computes another function."""
     limit = models.longest_row(config.get_text_config())
     prompt, response, name = rows.max_prompt_tokens, rollout.max_tokens, "rollout.max_tokens"
     if (rows.has_held_out or rollout.environment.has_held_out) and (how.max_tokens or 0) > response:
@@ -259,8 +261,8 @@ def check_length(
 
 
 def check_positions(config: PreTrainedConfig, prompt: int, named: tuple[str, int], *, place: tuple[str, str]) -> None:
-    """Raises ValueError if a row of a prompt of so many tokens, and of as many as the setting `named` says, is longer
-    than the model was made for, that which the setting of `place` names by its value."""
+    """Raises ValueError if a prompt of `prompt` tokens and a response as long as `named` (setting, tokens) allows
+    exceed the positions of the model at `place` (path, setting)."""
     (name, response), most = named, positions(config)
     if most is not None and prompt + response > most:
         total = prompt + response
@@ -273,7 +275,8 @@ def check_positions(config: PreTrainedConfig, prompt: int, named: tuple[str, int
 
 
 def lacks_something(names: Mapping[str, str], *, compiled: bool) -> bool:
-    """Whether a kernel that the settings name may lack a feature that some model needs, or a place in it."""
+    """Whether kernels need a check against models: one may lack a feature, or replaces layers, or layers are
+    compiled."""
     table = kernel_table(names)
     named = [table[op].get(names[f"model.{op}"]) for op in ("attention", "decode_attention", "log_probs")]
     inside = any(names[f"model.{op}"] != tables.DEFAULTS[op] for op in tables.INSIDE)
@@ -281,8 +284,8 @@ def lacks_something(names: Mapping[str, str], *, compiled: bool) -> bool:
 
 
 def check_kernels(names: Mapping[str, str], model: Model, axes: AxesSettings) -> None:
-    """Raises ValueError if a kernel that the settings name has not what the model asks of it on a mesh of these axes,
-    not its dtype, or no place in it."""
+    """Raises ValueError if a kernel that the settings name lacks a feature that the model needs on a mesh of these
+    axes, lacks its dtype, or has no place in it."""
     dtype = str(model.compute_dtype or torch.float32).removeprefix("torch.")
     table, gathers = kernel_table(names), axes.context > 1 and not axes.ring
     attention = models.attention_needs(model) | ({"key_lengths"} if gathers else set())
@@ -293,7 +296,8 @@ def check_kernels(names: Mapping[str, str], model: Model, axes: AxesSettings) ->
 
 
 def kernel_table(names: Mapping[str, str]) -> tables.Table:
-    """The built-in kernels, and those that settings name as module:function. Raises ValueError for what is none."""
+    """The built-in kernels, and those that settings name as module:function. Raises ValueError for a name that is no
+    kernel."""
     table = tables.BUILTIN
     for setting, name in names.items():
         if ":" in name:
@@ -302,8 +306,8 @@ def kernel_table(names: Mapping[str, str]) -> tables.Table:
 
 
 def with_own(table: tables.Table, op: str, name: str, place: str, setting: str) -> tables.Table:
-    """The table with the kernel at `place`, module:function, under a name. Raises ValueError, naming the setting, for
-    what is none."""
+    """The table with the kernel at `place` (module:function) added as `name`. Raises ValueError, naming the setting, if
+    it is no kernel."""
     return tables.register(op, name, tables.own(op, imported(place, setting)), table=table)
 
 
@@ -322,9 +326,9 @@ class Tools:
 
 
 def make_tools(here: Here, names: Mapping[str, str], module_dirs: Sequence[str]) -> Tools:
-    """The tools of another process, where functions of the user's are found from now on."""
+    """The tools of another process, which finds the user's functions in `module_dirs` from now on."""
     search(module_dirs)
-    transformers_logging.disable_progress_bar()  # the controller speaks
+    transformers_logging.disable_progress_bar()  # the controller reports progress
     return Tools(kernels_of(names), Lane(here.device))
 
 

@@ -25,11 +25,11 @@ from fppo.runtime.digests import Kind
 from fppo.runtime.layout import Extent
 from fppo.steps.train_state import Params, TrainState, whole_shapes
 
-AHEAD = "ahead"  # the field of a run's state with the batches that wait: as many, and as wide, as they are
+AHEAD = "ahead"  # the field of a run's state with waiting batches, in any number and of any width
 
 
 class _Part(NamedTuple):
-    """A field of a run's state that is in a group, with a handle of its model; None where it is no model's."""
+    """The group that holds a field of a run's state, with a handle of its model; None if it has no model."""
 
     group: Group
     model: Any
@@ -37,15 +37,15 @@ class _Part(NamedTuple):
 
 @attrs.frozen(kw_only=True)
 class Placed:
-    """The parts of a run's state that are in groups. What is not, and all plain values, is the controller's."""
+    """The parts of a run's state that are in groups. All others, and all plain values, belong to the controller."""
 
     parts: Mapping[str, _Part]
     kind: Kind  # of digests
-    known: set[Path] = attrs.field(factory=set)  # checkpoints of states that this process has had
+    known: set[Path] = attrs.field(factory=set)  # checkpoints that this process has saved or loaded
 
     @staticmethod
     def of(roles: Roles, device: torch.device) -> Placed | None:
-        """None if all is here. `device` is what ranks work on."""
+        """The parts that are in groups; None if there are none. `device` is the one that ranks work on."""
         parts: dict[str, _Part] = {}
         for field, name in (("actor", "actor"), ("critic", "critic"), ("ref", "reference")):
             role: Any = getattr(roles, name)
@@ -57,10 +57,9 @@ class Placed:
     def save(
         self, run: RunState, directory: Path, *, keep: int | None, notes: Mapping[str, str] = MappingProxyType({})
     ) -> Pending:
-        """Writes the checkpoint of the run's step with `notes`, whole when this returns, and drops all but the newest
-        `keep`.
+        """Write the checkpoint of the run's step with `notes`, complete on return, and drop all but the newest `keep`.
 
-        A step that has the checkpoint of this very state is left as it is. Raises CheckpointError.
+        A checkpoint that this process saved or loaded before is left as it is. Raises CheckpointError.
         """
         path = checkpoint.path_of(directory, run.step)
         if path.absolute() in self.known:
@@ -75,7 +74,8 @@ class Placed:
         return pending
 
     def load(self, run: RunState, directory: Path, step: int, *, device: torch.device) -> RunState:
-        """The state of a checkpoint, of any placement, where `run`'s is, whose memory is given up."""
+        """Load a checkpoint, written under any placement, to where the state of `run` is; the memory of `run` is given
+        up."""
         rest = checkpoint.load(run, directory, step, free=AHEAD, device=device)
         self.known.add(checkpoint.path_of(directory, step).absolute())
         return tree.replace(rest, **self._on_each(run, _load, directory.absolute(), step, label="load", stays=True))
@@ -113,7 +113,7 @@ class Placed:
     def _on_each(
         self, run: RunState, fn: Callable[..., Any], *args: Any, label: str, stays: Stays = ()
     ) -> dict[str, Any]:
-        """The results of `fn` by field, of each field of the run that is in a group, with its model and its name."""
+        """Call `fn` on each field of the run that is in a group, with its model and its name; the results by field."""
         return at_once(
             {
                 field: partial(
@@ -128,7 +128,7 @@ class Placed:
 
 
 def _shapes(value: TrainState | Params, model: Model | None) -> dict[str, torch.Size | Extent]:
-    """By the paths in it, the whole shapes of what a mesh may cut."""
+    """Whole shapes of the leaves of `value` that a mesh may cut, by path."""
     if model is None:
         return {}
     if isinstance(value, TrainState):
@@ -137,7 +137,7 @@ def _shapes(value: TrainState | Params, model: Model | None) -> dict[str, torch.
 
 
 def _written(run: RunState, remote: Mapping[str, _Part], draft: Path) -> list[Contents]:
-    """Writes the fields of a run that are in groups, each by its own group; the contents of their files."""
+    """Write the fields of a run that are in groups, each by its own group; returns the contents of their files."""
     work, first = dict[str, Callable[[], Contents]](), 0
     for field, part in remote.items():
         args = (HERE, getattr(run, field), part.model, field, draft, first)

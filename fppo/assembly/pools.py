@@ -15,7 +15,7 @@ from fppo.settings.placement import MeshSettings, PlacementSettings, Pool, place
 
 @attrs.frozen
 class RolePlaces:
-    """Where roles are that are not in this process, and the groups of one rank each that are engines."""
+    """The groups of roles outside this process, and the groups of engines, of one rank each."""
 
     roles: Mapping[str, AnyGroup] = attrs.field(factory=dict)
     engines: Sequence[Group] = ()
@@ -30,8 +30,8 @@ ALL_HERE = RolePlaces()
 
 
 def home_of(places: Collection[str], device: torch.device, models: Collection[str]) -> torch.device:
-    """Where this process has batches, with roles elsewhere in `places`: on the device that models work on, or, if all
-    `models` are elsewhere, on the host."""
+    """Where this process keeps batches: on `device` or, if all `models` are elsewhere (roles in `places`), on the
+    host."""
     return device if set(models) - set(places) else torch.device("cpu")
 
 
@@ -42,8 +42,8 @@ def groups_of(
     """All groups, started, for as long as the context lasts.
 
     Results of their calls are on the device that the setting `device` names, or on the host if all `models` are in
-    groups. Raises ValueError if there is no such cluster, or too few GPUs on this machine, GroupDied if it has no room
-    for a pool within `placement.patience`.
+    groups. Raises ValueError if there is no such cluster, or this machine has too few GPUs, and GroupDied if the
+    cluster has no room for a pool within `placement.patience`.
     """
     places, pools = places_of(placement), pools_of(placement)
     if not places:

@@ -33,7 +33,7 @@ from fppo.settings.rollout import RolloutSettings
 from fppo.settings.tables import ESTIMATORS
 from fppo.settings.train import TrainSettings
 
-ROLLOUTS = "rollouts"  # where a run that saves its rollouts has them
+ROLLOUTS = "rollouts"  # directory of saved rollouts, within the run's
 
 
 @attrs.frozen
@@ -41,7 +41,7 @@ class ScoredEngine:
     """The engine of a run, and the scoring of its responses."""
 
     engine: Engine  # in turns, where the settings want them
-    alone: Engine  # of single turns, by which it answers
+    alone: Engine  # the engine of single turns under it
     scoring: Scoring
 
 
@@ -121,7 +121,7 @@ def _leaving_out(stage: EstimateStage, critic: CriticSettings) -> EstimateStage:
 def _sample(
     section: RolloutSettings, directory: Path | None, inputs: Inputs, vocabulary: int, device: torch.device
 ) -> SampleStage:
-    """How the settings want a step's batch made, and saved in the directory if there is one."""
+    """The stage that makes a step's batch, and saves it in `directory` if given."""
     if section.from_ is not None:
         return SampleSaved(directory=Path(section.from_), vocabulary=vocabulary, device=device)
     learn = inputs.drawing.learn
@@ -133,7 +133,7 @@ def _sample(
 
 
 def pretrain_of(critic: CriticSettings, algorithm: AlgorithmSettings) -> Pretrain | None:
-    """When the critic's pretraining ends; None for none."""
+    """The critic's pretraining and when it ends; None without any."""
     if not (critic.pretrain and algorithm.uses_critic):
         return None
     gamma = value_of(algorithm.advantage, ESTIMATORS, "gamma", 1.0)

@@ -77,7 +77,7 @@ class Scoring:
     runner: EarlyRewardRunner
     score: ScoreFn  # by rewards
     teacher: TeacherFn | None = None
-    alone: bool = False  # whether there is no reward beside it
+    alone: bool = False  # whether the teacher gives the only score
 
     def at(self, temperature: float) -> ScoreFn:
         """The stage for responses that are sampled at this temperature."""
@@ -171,7 +171,7 @@ def check_scorers(
 
 
 def reward_of(section: RewardSettings, extra: Weighted, *, max_tokens: int) -> rewards.Reward:
-    """The sum of the settings' reward functions and of `extra` ones, of responses of at most so many tokens."""
+    """The sum of the settings' reward functions and of `extra` ones, for responses of at most `max_tokens` tokens."""
     return rewards.combine(
         section.functions,
         section.weights,
@@ -193,8 +193,8 @@ def reward_model_of(
     chat: bool,
     micro_batching: MicroBatching,
 ) -> Weighted:
-    """The reward model by name; nothing without one. Its work is shared by all ranks. Kernels are those of the settings
-    in `names`, and what else models have in common is `common`.
+    """The reward model as a weighted function, by name; empty without one. All ranks share its work. `names` gives
+    kernels by setting, and `common` what all models share.
 
     Raises ValueError if it is no reward model, or does not fit its tokenizer.
     """
@@ -232,7 +232,7 @@ def reward_model_of(
 def _make_reward_model(here: Here, module_dirs: Sequence[str], make: Callable[[Here], Weighted]) -> RewardFn:
     """The reward model on a rank of a group."""
     search(module_dirs)
-    transformers_logging.disable_progress_bar()  # the controller speaks
+    transformers_logging.disable_progress_bar()  # the controller reports progress
     ((fn, _),) = make(here).values()
     return fn
 
@@ -281,7 +281,7 @@ def _own_tokenizer(
 
 
 def _differs(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, *, chat: bool) -> bool:
-    """Whether the policy's tokens say something else to a model with the tokenizer `own`."""
+    """Whether the policy's tokens have another meaning for a model with the tokenizer `own`."""
     if own.get_vocab() != policy.get_vocab():
         return True
     return chat and own.chat_template is not None and own.chat_template != policy.chat_template
@@ -298,11 +298,11 @@ def judge_of(
     axes: AxesSettings,
     key: Key,
 ) -> Iterator[Weighted]:
-    """The judge by name, with its engine, for as long as the context lasts; nothing without one. Its draws are by the
-    key.
+    """The judge as a weighted function, by name, with its engine open for as long as the context lasts; empty without a
+    judge. It samples by the key.
 
-    Raises ValueError if it does not fit its tokenizer, or that lacks what is needed; EngineFailure if its vLLM does not
-    start.
+    Raises ValueError if the judge does not fit its tokenizer, or the tokenizer does not fit the settings; EngineFailure
+    if its vLLM does not start.
     """
     if section.path is None:
         yield {}
@@ -354,7 +354,7 @@ def _judge_sampling(
 
 
 def _judge_tokenizer(directory: Path, *, chat: bool, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Raises ValueError if there is none, or it lacks what is needed."""
+    """The judge's tokenizer. Raises ValueError if there is none, or it does not fit the settings."""
     tokenizer = open_tokenizer(str(directory), "reward.judge.path", trust_remote_code)
     if not chat:
         check_open_end("a question", tokenizer)

@@ -75,7 +75,7 @@ class PassOptions:
 
     remove_padding: bool
     share_prompts: Literal["auto"] | bool
-    graphs: bool  # whether passes that can be are recorded on a GPU
+    graphs: bool  # whether a GPU records passes as CUDA graphs where it can
     micro_batching: MicroBatching  # of passes without a gradient
     temperature: float
     replay: RouterReplay
@@ -87,13 +87,14 @@ class PassOptions:
         return Forward(model, kernels, here.mesh, remove_padding=self.remove_padding, share_prompts=share)
 
     def record(self, here: Here, model: Model) -> Recorder | None:
-        """Records passes of a model that can be, as CUDA graphs; None for others, and without a GPU."""
+        """The recorder of a model's passes as CUDA graphs; None if they cannot or need not be recorded, and without a
+        GPU."""
         if self.graphs and here.device.type == "cuda" and records(model, here.mesh):
             return graphs(model, here.device)
         return None
 
     def policy(self, forward: Forward, record: Recorder | None, fetch: Fetch, replay: RouterReplay) -> PolicyPass:
-        """The pass of a policy, which replays what routers chose where the run does and says `replay`."""
+        """The pass of a policy; it replays the routers' choices if the run's setting is `replay`."""
         return PolicyPass(
             forward=attrs.evolve(forward, replay=self.replay == replay),
             micro_batching=self.micro_batching,
@@ -116,7 +117,7 @@ class Actor:
 
 @state
 class Reference:
-    """The policy that it is compared with."""
+    """The policy that the actor is compared with."""
 
     params: Params
     policy: PolicyFn
@@ -145,9 +146,9 @@ def make_actor(
     old_log_probs: OldLogProbs,
     watched: Callable[..., UpdateStage] | None,
 ) -> Actor:
-    """The policy on a rank, before its first update, which is `watched(stage=update)`.
+    """The policy on a rank, before its first update. `watched`, if given, wraps the update stage.
 
-    Raises ValueError for a loss of the user's that does not import.
+    Raises ValueError for a user's loss that does not import.
     """
     model, params = load(here.mesh, here.device)
     optimizer = learning.optimizer_on(tools, model)
@@ -216,7 +217,7 @@ def make_critic(
     make_view: Callable[[], View],
     policy: Model | None = None,
 ) -> Critic:
-    """The critic on a rank, before its first update. The `policy`, if it is there, may lend it its base."""
+    """The critic on a rank, before its first update. It may share the base of `policy`, if given."""
     model, params = load(here.mesh, here.device, policy)
     optimizer, head = learning.optimizer_on(tools, model), value_head_of(section.loss)
     how, read, values = {"loop": learning.loop, "optimizer": optimizer, "loss_fn": head.loss_fn}, head.read, None
@@ -243,14 +244,14 @@ def make_critic(
 
 @attrs.frozen(kw_only=True)
 class Roles:
-    """All roles of a run, and the group of each: their leaves are handles where that is not this process."""
+    """All roles of a run, and the group of each. The leaves of a role in another process are handles."""
 
     actor: Actor
     reference: Reference | None
     critic: Critic | None
     at: Mapping[str, AnyGroup]
     tools: Tools  # of this process
-    begin: Callable[[Here], Tools]  # makes those of another one
+    begin: Callable[[Here], Tools]  # makes the tools of another process
 
     @property
     def others(self) -> list[str]:
@@ -259,7 +260,7 @@ class Roles:
 
     @property
     def placed(self) -> bool:
-        """Whether some are not in this process."""
+        """Whether any role is in another process."""
         return any(isinstance(group, Group) for group in self.at.values())
 
     @property
@@ -284,11 +285,11 @@ class Roles:
         )
 
     def update_actor(self) -> UpdateStage:
-        """The actor's update where it is."""
+        """The actor's update, on its group."""
         return self._on("actor", self.actor.update, "update_actor", stays=(0,))
 
     def update_critic(self) -> UpdateStage | None:
-        """The critic's update where it is."""
+        """The critic's update, on its group."""
         return self.critic and self._on("critic", self.critic.update, "update_critic", stays=(0,))
 
     def bases(self, section: ModelSettings) -> dict[str, Base | None]:
@@ -298,7 +299,7 @@ class Roles:
         return {role: self._on(role, of, "base")(role, model) for role, model in models.items()}
 
     def hold(self) -> Callable[[Params], Params]:
-        """Copies the policy where it is."""
+        """The function that copies the policy, on its group."""
         return self._on("actor", tree.copy, "hold", stays=True)
 
     def _on(self, role: str, fn: Any, label: str, *, stays: Stays = ()) -> Any:
@@ -328,7 +329,7 @@ def make_roles(
 
     source = old_log_probs_source(settings)
     if source == "engine" and algorithm.reads("sum_squared_probs"):
-        source = "pass"  # there is one, which measures the gap to the engine
+        source = "pass"  # it runs anyway, to measure the gap to the engine
     sizes = only(settings.rollout, "batch_size", "n")
     how = partial(learning_of, **sizes, offload_activations=model.offload_activations)
     learning = how("actor", actor, steps=settings.actor_steps, offload=model.offload)
@@ -370,7 +371,7 @@ def fetch_of(offload: Offload, lane: Lane) -> Fetch:
 
 
 def view_of(limit: int, section: ModelSettings, rows: DataSettings) -> View:
-    """The function from rows to the critic's view of them, with as many tokens of the ground truth."""
+    """The function from rows to the critic's view of them, with up to `limit` tokens of the ground truth."""
     if not limit:
         return as_it_is
     tokenizer, vocabulary = load_tokenizer(section, rows), vocabulary_size_of(section)
@@ -382,7 +383,7 @@ def view_of(limit: int, section: ModelSettings, rows: DataSettings) -> View:
 
 
 def truth_signs_of(critic: CriticSettings, tokenizer: PreTrainedTokenizerBase) -> TruthSigns | None:
-    """The function from rows to signs of the truth, for a privileged critic; None for another one, or for a model."""
+    """The function from rows to signs of the truth, for a privileged critic without a model; else None."""
     limit = critic.privileged
     if not limit or critic.reads == "tokens":
         return None

@@ -69,8 +69,8 @@ MADE_BY = "made by"  # the note of a checkpoint with the command that made it
 
 @attrs.frozen
 class DrawnPrompts:
-    """The prompts of a run by what they are for, of which its checkpoints note digests, and the command that makes the
-    run, if it is not fppo train."""
+    """The prompts of a run by purpose; its checkpoints note their digests. Also the command that makes the run, if it
+    is not fppo train."""
 
     sets: Mapping[str, Any]
     may_change: bool
@@ -102,8 +102,8 @@ class Assembly:
     device: torch.device  # which has the batches; the state may be on the host
     shapes: dict[str, torch.Size | Extent]  # whole shapes of the leaves of `run` that a mesh may cut
     drawn: DrawnPrompts
-    placed: Placed | None = None  # what of `run` is not in this process
-    calls: Callable[[], list[Call]] = list  # to groups, since it was asked the last time
+    placed: Placed | None = None  # the parts of `run` that are in other processes
+    calls: Callable[[], list[Call]] = list  # to groups, since the last query
 
 
 @contextlib.contextmanager
@@ -117,11 +117,11 @@ def assemble(
     places: RolePlaces = ALL_HERE,
     announce: Callable[[Sequence[str]], None] = lambda lines: None,
 ) -> Iterator[Assembly]:
-    """The run that the settings describe, before its first step. What is wrong with them is raised before any work.
+    """The run that the settings describe, before its first step. Invalid settings are raised before any work.
 
-    `kernels` and `device` stand in for those that the settings name. On a `mesh` this is one rank's part of the run;
-    what samples and scores has the groups of `sampling_mesh`, which sampling ahead needs. `announce` gets lines on what
-    is loaded. `places` has the roles and the engines that run elsewhere, as `placement.roles` says.
+    `kernels` and `device` replace those that the settings name. On a `mesh` this is one rank's part of the run;
+    sampling and scoring use the groups of `sampling_mesh`, which sampling ahead needs. `announce` gets lines on what is
+    loaded. `places` has the roles and the engines that run elsewhere, as `placement.roles` says.
     """
     settings, chosen = resolved(settings, device)
     section, rollout, key, sampling_mesh = settings.model, settings.rollout, Key(settings.seed), sampling_mesh or mesh
@@ -209,8 +209,8 @@ def _engine(
     pad: int,
     mesh: Mesh,
 ) -> contextlib.AbstractContextManager[Engine]:
-    """The engine where the actor is; with groups those of each as one, with the actor's parameters of these names and
-    models that `load` gives."""
+    """The engine where the actor is or, with `groups`, their engines as one: sent the actor's parameters of these
+    names, with models from `load`."""
     if groups:
         make = partial(make_engine_of_pool, begin=roles.begin, load=load, options=options, pad_token_id=pad)
         return _engine_pool(groups, make, section, options, roles, names, pad)
@@ -230,7 +230,7 @@ def _engine_pool(
     names: Iterable[str],
     pad: int,
 ) -> EnginePool:
-    """The engines as one, each made on its group, with the actor's parameters of these names."""
+    """The engines as one, each made on its group, and sent the actor's parameters of these names."""
     return EnginePool(
         engines,
         lambda group: group.call(make, HERE, stays=True, label="make engine"),
@@ -243,7 +243,7 @@ def _engine_pool(
 
 
 def _models(section: ModelSettings, critic: CriticSettings, roles: Roles) -> tuple[Model, Model | None]:
-    """The models of actor and critic: without parameters, for what is said of them, where those are elsewhere."""
+    """The models of actor and critic; of those in other processes, models without tensors, to be described."""
     actor, other = roles.actor.model, roles.critic and roles.critic.model
     return (
         actor if isinstance(actor, Model) else shape_of(section),
@@ -253,12 +253,12 @@ def _models(section: ModelSettings, critic: CriticSettings, roles: Roles) -> tup
 
 @attrs.frozen(kw_only=True)
 class Evaluator:
-    """An evaluation on held-out prompts with parameters of the policy, of which it holds none."""
+    """An evaluation on held-out prompts. It is called with the policy's parameters, and holds none itself."""
 
     evaluate: EvaluateRun
     tokenizer: PreTrainedTokenizerBase
     model: Model
-    device: torch.device  # where it wants them
+    device: torch.device  # where it wants the parameters
     bases: dict[str, Base] | None = None  # of adapters
 
 
@@ -266,10 +266,10 @@ class Evaluator:
 def assemble_evaluation(
     settings: TrainSettings, *, mesh: Mesh = LOCAL, device: torch.device | None = None
 ) -> Iterator[Evaluator]:
-    """The evaluator of a policy, and no part for training alone: no other data, no parameters, no critic.
+    """The evaluator of a policy, without anything for training alone: no other data, no parameters, no critic.
 
-    Of the policy itself `settings.model.path` needs the config and the tokenizer alone, but for an adapter all, as its
-    base. Raises ValueError for settings without held-out prompts.
+    `settings.model.path` needs only a config and a tokenizer, but weights too if it is the base of an adapter. Raises
+    ValueError for settings without held-out prompts.
     """
     if not settings.has_held_out:
         raise ValueError("data.eval_path is not set: there are no held-out prompts; give --data.eval-path FILE")
@@ -289,7 +289,7 @@ def assemble_evaluation(
 
 
 def _shapes(run: RunState, roles: Roles) -> dict[str, torch.Size | Extent]:
-    """By the paths of a RunState's leaves, as far as they are here."""
+    """Whole shapes of the leaves of a RunState in this process, by path."""
     shapes: dict[str, torch.Size | Extent] = {}
     for role, state, part in (("actor", run.actor, roles.actor), ("critic", run.critic, roles.critic)):
         if state is not None and part is not None and isinstance(part.model, Model):
@@ -309,7 +309,7 @@ def _draw(inputs: Inputs, key: Key, rollout: RolloutSettings, rows: DataSettings
 
 
 def _drawn(inputs: Inputs, *, saved: bool, may_change: bool) -> DrawnPrompts:
-    """The prompts that the run draws from: none where its rollouts are saved ones."""
+    """The prompts that the run draws from: those to train on, unless its rollouts are saved ones, and held-out ones."""
     held_out = None if inputs.eval is None else inputs.eval.held_out
     sets = {} if saved else {"prompts": inputs.prompts}
     sets |= {} if held_out is None else {"held-out prompts": held_out}
@@ -319,7 +319,7 @@ def _drawn(inputs: Inputs, *, saved: bool, may_change: bool) -> DrawnPrompts:
 def _evaluation(
     inputs: EvalInputs, scored: ScoredEngine, size: int, truth: Callable[..., Any] | None = None
 ) -> EvaluateRun:
-    """The evaluation of the policy on so many prompts at a time, and of its critic by the `truth`."""
+    """The evaluation of the policy on `size` prompts at a time, and of its critic by the `truth`."""
     batches = partial(data.batches, inputs.held_out, max(size, 1))
     score = scored.scoring.at(inputs.sampling.temperature)
     how = {"sampling": inputs.sampling, "score": score, "measure": (environment_metrics,)}
@@ -338,7 +338,7 @@ def _truth(
     if not how.exact_values:
         return None
     sampling, of_turns = attrs.evolve(inputs.sampling, n=1), advantage.name == "turn_gae"
-    gamma = 1.0 if of_turns else value_of(advantage, ESTIMATORS, "gamma", 1.0)  # of one turn
+    gamma = 1.0 if of_turns else value_of(advantage, ESTIMATORS, "gamma", 1.0)  # within a turn
     if isinstance(engine, TurnsEngine):
         exact = Played(game=game_of(turns), engine=engine, sampling=sampling, gamma=gamma)
     else:

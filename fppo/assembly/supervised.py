@@ -197,8 +197,8 @@ def assemble_supervised(
     device: torch.device | None = None,
     announce: Callable[[Sequence[str]], None] = lambda lines: None,
 ) -> tuple[TrainSettings, SupervisedAssembly]:
-    """The settings as they run, with the number of steps, and the supervised run that they describe, before its first
-    step. What is wrong with them is raised before any work."""
+    """The resolved settings, with the number of steps, and the supervised run that they describe, before its first
+    step. Invalid settings are raised before any work."""
     model, chosen = resolved(sized_for_sft(settings), device)
     settings = attrs.evolve(settings, model=model.model)
     section, sft, key, tried = settings.model, settings.sft, Key(settings.seed), Tried()
@@ -256,8 +256,8 @@ def _drawn(inputs: SupervisedInputs, *, may_change: bool) -> DrawnPrompts:
 
 
 def _steps(sft: SftSettings, steps: int, rows: int) -> int:
-    """The steps of a run: so many, or enough for so many passes over the rows. Raises SettingsError for a warm-up that
-    is not over by then."""
+    """The steps of a run: `steps`, or enough for the settings' epochs over `rows` rows. Raises SettingsError for a
+    warm-up that does not end before the run."""
     steps = steps if sft.epochs is None else math.ceil(rows * sft.epochs / sft.batch_size)
     if sft.optimizer.warmup_steps >= steps:
         text = f"must be less than the run's {steps} updates"
@@ -287,7 +287,7 @@ def _pass_options(section: ModelSettings, learning: Learning) -> PassOptions:
 def _evaluation(
     held_out: DemonstrationSet | None, size: int, device: torch.device, policy: PolicyFn
 ) -> EvaluateLoss | None:
-    """The evaluation on held-out demonstrations, so many at a time; None without any."""
+    """The evaluation on held-out demonstrations, `size` at a time; None without any."""
     if held_out is None:
         return None
     return EvaluateLoss(batches=partial(_batches, held_out, size, device), policy=policy)

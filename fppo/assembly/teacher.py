@@ -1,4 +1,4 @@
-"""The teacher of a run, as its settings name it: loaded where it runs, and held against the policy's tokenizer."""
+"""The teacher of a run, as its settings name it: loaded where it runs, and checked against the policy's tokenizer."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ def make_teacher(
 def _make(here: Here, module_dirs: Sequence[str], make: Callable[[Here], TeacherPass]) -> TeacherPass:
     """The teacher on a rank of a group."""
     search(module_dirs)
-    transformers_logging.disable_progress_bar()  # the controller speaks
+    transformers_logging.disable_progress_bar()  # the controller reports progress
     return make(here)
 
 
 def check_teacher(section: ModelSettings, tokenizer: PreTrainedTokenizerBase, configs: Mapping[str, Any]) -> None:
-    """Raises ValueError for a teacher that does not read the policy's tokens: of another tokenizer, or of a vocabulary
-    that it cannot be sure of.
+    """Raises ValueError for a teacher that cannot read the policy's tokens: it has another tokenizer, or a vocabulary
+    that cannot be compared.
 
     `configs` are the models' by role. Added tokens may differ, as those of a base model and a chat model do. Embeddings
-    may be padded to another size where the teacher's own tokenizer shows the vocabularies to be equal, but a teacher
-    has no fewer rows than the policy, which may sample any.
+    may be padded to another size if the teacher's own tokenizer shows the vocabularies to be equal. A teacher needs at
+    least as many rows as the policy, which may sample any.
     """
     path = section.teacher_path
     assert path is not None
@@ -96,7 +96,7 @@ def check_teacher(section: ModelSettings, tokenizer: PreTrainedTokenizerBase, co
 
 
 def _difference(theirs: Any, ours: Any) -> str | None:
-    """The number of tokens, added ones apart, that two tokenizers number otherwise, with one of them; None for none."""
+    """How many tokens, apart from added ones, have other ids in the other tokenizer, with an example; None if equal."""
     known = theirs.get_vocab(), ours.get_vocab()
     plain = {*known[0]} - {*theirs.get_added_vocab()} | {*known[1]} - {*ours.get_added_vocab()}
     apart = sorted((ids for text in plain if (ids := _ids(text, *known))[1] != ids[2]), key=lambda ids: (ids[1:], ids))

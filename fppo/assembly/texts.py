@@ -35,7 +35,7 @@ def directory_of(path: str, name: str, *, weights: bool = True) -> Path:
 
 
 def config_place(path: str, name: str) -> Path:
-    """Where the config of the model lies that the setting `name` names: the weights need not be there."""
+    """The directory with the config of the model that the setting `name` names; its weights need not be there."""
     return directory_of(path, name, weights=False)
 
 
@@ -53,14 +53,14 @@ def open_tokenizer(path: str, name: str, trust_remote_code: bool) -> PreTrainedT
         raise ValueError(f"{name}: {path} holds no tokenizer, none of {list(TOKENIZER_FILES)}")
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the hub's, http's, and those of a file that is none
+    except Exception as error:  # errors of the hub, of http, and of files that are no tokenizer
         why = " ".join(str(error).split())
         raise ValueError(f"{name}: no tokenizer came from {path}: {type(error).__name__}: {why}") from error
 
 
 def load_tokenizer(model: ModelSettings, rows: DataSettings, *, pads: bool = True) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer, with the settings' chat template. Raises ValueError if it lacks what they need of it, a
-    padding token only where it `pads` rows of data."""
+    """The policy's tokenizer, with the settings' chat template. Raises ValueError if it lacks what the settings need; a
+    padding token is needed only if it `pads` rows of data."""
     if model.tokenizer is None:
         directory = config_place(model.path, "model.path")
         tokenizer = open_tokenizer(str(directory), "model.path", model.trust_remote_code)
@@ -218,7 +218,7 @@ def sampling_of(
     *,
     like: Sampling | None = None,
 ) -> Sampling:
-    """How responses are sampled in training. What is known of the tokenizer's tokens is taken from `like`."""
+    """How responses are sampled in training. What `like` knows of the tokenizer's tokens is reused."""
     return Sampling(
         **only(rollout, "temperature", "top_k", "top_p", "n", "max_tokens"),
         stop_token_ids=data.stop_tokens(tokenizer, rollout.stop, rollout.stop_token_ids, turn_ends=ends_of(generation)),
@@ -234,7 +234,7 @@ def eval_sampling_of(
     *,
     like: Sampling | None = None,
 ) -> Sampling:
-    """How held-out prompts are answered: as in training, but for what the section eval says of it."""
+    """How held-out prompts are answered: as in training, except for the settings of section eval."""
     own = only(section, "top_k", "top_p", "max_tokens", "stop")
     own = {name: value for name, value in own.items() if value is not None}
     asked = attrs.evolve(rollout, **own, n=section.n, temperature=section.temperature or 1.0)

@@ -1,4 +1,4 @@
-"""Parts called once on the smallest of inputs, so that their own checks of values speak before any work."""
+"""Calls of parts on the smallest inputs, so that their own checks of values fail before any work."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fppo.steps.actor import LossFn, SelectiveLoss
 
 
 def value_problems(parts: Iterable[tuple[str, Any, Functions]], known: Sequence[Problem]) -> list[Problem]:
-    """Problems of the functions of parts with their keywords in settings, as `settings.component.parts` yields them;
-    none of parts with `known` problems."""
+    """Problems of the functions of `parts` with their keywords (see `settings.component.parts`); parts with `known`
+    problems are skipped."""
     trials: dict[str, Callable[[Any], Any]] = {
         "actor.loss": lambda part: _loss(policy_loss(part)),
         "algorithm.advantage": _advantage,

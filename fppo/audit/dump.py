@@ -87,7 +87,7 @@ def load(
     """Read the columns of a batch from a safetensors file, in float64, under fppo's names.
 
     `names` has the trainer's names by ours, of which the file may lack some, and `mapped` further ones that it must
-    have. `group_size` rows, one behind the other, are a group where the file has no groups. Nothing is unpickled.
+    have. `group_size` consecutive rows are a group where the file has no groups. Nothing is unpickled.
     Raises UsageError for a file that is no safetensors file, a mapped name or a mask that it lacks, and other shapes.
     """
     try:

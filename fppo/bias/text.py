@@ -30,7 +30,7 @@ def cell(head: str, value: Number) -> str:
 
 
 def shown(table: BiasTable) -> Table:
-    """A table as the terminal has it."""
+    """Convert a table for the terminal."""
     rows = [(label, _cells(table, numbers)) for label, numbers in table.rows]
     return Table(table.title, table.heads, rows)
 

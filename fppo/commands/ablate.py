@@ -36,11 +36,11 @@ from fppo.settings.train import TrainSettings
 from fppo_kernels import table as tables
 from fppo_kernels.table import Implementation, Kernels, Table
 
-RAISED = "it raised"  # the begin of a reason why a kernel did not run
+RAISED = "it raised"  # the beginning of a reason why a kernel did not run
 
 
 def ablate(settings: AblateSettings) -> int:
-    """Prints the table, or where a replayed step parts, and writes what was asked for; returns 130 if it was
+    """Print the table, or where a replayed step differs, and write the files that were asked for; returns 130 if it was
     interrupted, else 1 if a kernel breaks a law or raises, else 0."""
     ops = list(operations.NAMES) if settings.ops == ("all",) else [operations.case_of(op).name for op in settings.ops]
     if settings.threads is not None:
@@ -88,7 +88,7 @@ def _shapes(settings: AblateSettings, ops: list[str]) -> list[dict[str, int]]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Says what is under way on one line of a terminal; says nothing elsewhere."""
+    """Show the work under way on one line of a terminal; show nothing elsewhere."""
     if not sys.stderr.isatty():
         yield lambda text: None
         return
@@ -123,7 +123,8 @@ def _with_own(settings: AblateSettings, ops: list[str], table: Table) -> Table:
 
 
 def _chosen(settings: AblateSettings, op: str, table: Table) -> list[str]:
-    """Select from --implementations what the operation has (all, if none is its), and the user's own."""
+    """The implementations of an operation among --implementations (all, if none of these is its), and the user's
+    own."""
     own = [name for name in table[op] if name not in tables.BUILTIN[op]]
     named = [name for name in settings.names if name in table[op]]
     return list(dict.fromkeys([*named, *own])) if named else list(table[op])
@@ -143,7 +144,8 @@ class _Reference:
 
 
 def _replay(directory: Path, step: int, asked: AblateSettings, ops: list[str]) -> int:
-    """One step of a run under each implementation; each other operation as the run has it."""
+    """Recompute one step of a run under each implementation of `ops`, with the run's own kernels for all other
+    operations."""
     settings = settings_of(directory, step)
     recorded = session.recorded(directory)
     if step not in recorded:
@@ -179,7 +181,8 @@ def _replay(directory: Path, step: int, asked: AblateSettings, ops: list[str]) -
 
 
 def _stand(directory: Path, asked: AblateSettings, step: int) -> None:
-    """Compute on as many threads as a step was made on, unless others are asked for, and say what else is another."""
+    """Compute on as many threads as a step was made on, unless --threads gives a number, and print other
+    differences."""
     for line in on_ground_of(directory, step, threads=asked.threads is None):
         print(line, flush=True)
 
@@ -192,8 +195,8 @@ def _reference(
     recorded: Mapping[int, dict],
     ground: Callable[[int], None],
 ) -> tuple[_Reference, str]:
-    """The step under the run's own kernels, and whether it is as recorded. `ground(step)` prepares for steps up to a
-    step."""
+    """The step under the run's own kernels, and whether it is as recorded. `ground(step)` prepares this process for the
+    steps up to `step`."""
     watched, ahead = swap.watch(kernels), settings.rollout.ahead
     run, begin = None, beginning(directory, step)
     for earlier, until in starts.spans(directory, begin + 1, step - 1) if begin < step - 1 else ():
@@ -218,7 +221,7 @@ def _reference(
 
 
 def _compared(reference: _Reference, op: str, implementation: Implementation) -> dict[str, Any]:
-    """The stages of the step under another kernel, each with how far it parts; or the reason why there are none."""
+    """The stages of the step under another kernel, each with its difference; or the reason why there are none."""
     if (refusal := implementation.refuse()) is not None:
         return {"reason": f"cannot run here: {refusal}"}
     try:
@@ -238,7 +241,7 @@ def _compared(reference: _Reference, op: str, implementation: Implementation) ->
 
 
 def choice_text(choice: Mapping[str, Any]) -> str:
-    """A choice and where it parts from the run's own kernels, stage by stage."""
+    """An implementation and its differences from the run's own kernels, stage by stage, as text."""
     title = f"{choice['op']} = {choice['implementation']}{' (the run has it)' if choice['own'] else ''}"
     if choice["reason"] is not None:
         return f"{title}: {choice['reason']}"

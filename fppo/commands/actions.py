@@ -147,7 +147,7 @@ def smol_quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], i
     """Train SmolLM2-135M-Instruct on word problems by GRPO; a stopped run resumes.
 
     `run` trains by the settings, in this process or in others. Raises UsageError for a directory with other files, and
-    where the model or what reads it is not installed.
+    if the model or the reader of its file is not installed.
     """
     settings = smol.settings(directory, seed)
     _check_quickstart(directory, settings)
@@ -315,8 +315,8 @@ def export(
 def replay(directory: Path, step: int, here: CommandRank = ALONE) -> int:
     """Recompute the steps from the nearest checkpoint to `step`; returns 1 if a number differs from the record, else 0.
 
-    Each step is computed with the settings, and on as many threads, as it was made. Only the mesh of the run gives its
-    bits. A difference at rounding in what metrics alone read is said, and is none of the step.
+    Each step is computed with the settings and the number of threads that made it. Only the mesh of the run gives its
+    bits. Differences at rounding in columns that metrics alone read are printed, but do not count.
     """
     recorded = session.recorded(directory)
     say = print if is_first(here.mesh) else _nothing
@@ -352,8 +352,8 @@ def replay(directory: Path, step: int, here: CommandRank = ALONE) -> int:
 
 
 def on_ground_of(directory: Path, step: int, *, threads: bool = True) -> list[str]:
-    """Lines on what bits hang on and is another here than where a step of a run was made. Computes on as many threads
-    as there from here on, unless `threads` is False."""
+    """Lines on differences between this process and the one that made a step of a run, where bits depend on them. From
+    here on, compute on as many threads as that one, unless `threads` is False."""
     origin = origins.load(directory, step)
     recorded = {} if origin is None else origin.ground
     taken = bits.take_threads(recorded) if threads else None

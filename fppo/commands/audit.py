@@ -19,7 +19,8 @@ FORM = "give a trainer (trl, verl, openrlhf, or module:adapters), or --dump FILE
 
 
 def audit(options: AuditOptions) -> int:
-    """Prints the verdicts on a trainer, or where a batch differs, and writes JSON; 1 for a fault or a difference."""
+    """Print the verdicts on a trainer, or where a batch differs, and write JSON; returns 1 for a fault or a
+    difference."""
     if (options.trainer is None) == (options.dump is None):
         raise UsageError(f"{FORM}, not both" if options.dump else FORM)
     return _dump(options, options.dump) if options.dump is not None else _laws(options, options.trainer or "")
@@ -46,7 +47,7 @@ def _peer(name: str) -> tuple[Sequence[Audited], Sequence[str]]:
 
 
 def _own(place: str) -> tuple[Sequence[Audited], Sequence[str]]:
-    """A tuple or list of `Audited`, or what a function without arguments returns as one."""
+    """The `Audited` of a user's tuple or list, or of a function without arguments that returns one; and no versions."""
     found = imported(place, "trainer", also=(tuple, list))
     found = found if isinstance(found, (tuple, list)) else found()
     if not isinstance(found, (tuple, list)) or not all(isinstance(x, Audited) for x in found):
@@ -86,7 +87,7 @@ def _pairs(flag: str, words: Sequence[str]) -> dict[str, str]:
 
 
 def _values(flag: str, words: Sequence[str]) -> Mapping[str, Any]:
-    """Keywords: numbers, true, false, none where a number would stand, and texts."""
+    """Keywords from name=value: numbers, true, false, none (as text for `scale`, else None), and texts."""
     fixed = {"true": True, "false": False}
 
     def value(name: str, text: str) -> Any:

@@ -24,12 +24,12 @@ from fppo.steps.actor import SelectiveLoss
 from fppo.workers.imports import imported, search
 from fppo_kernels.table import Kernels
 
-LAG = 0.1  # how far a run's engine is taken to lie from its policy, where something corrects for it
-MOST = 4  # rows of a group, of two prompts, whose batches are listed in a second
+LAG = 0.1  # the assumed distance of a run's engine from its policy, if anything corrects for it
+MOST = 4  # rows of a group: with two prompts, all batches are listed in a second
 
 
 def run(of: TrainSettings | None, options: BiasSettings) -> int:
-    """Print the tables, or what a run optimises, and write what was asked for; returns 0."""
+    """Print the tables, or what a run optimises, and write the files that were asked for; returns 0."""
     transformers_logging.set_verbosity_error()
     sizes = WorldSizes(
         vocabulary=options.vocabulary, horizon=options.horizon, worlds=options.worlds, groups=tuple(options.n)
@@ -64,7 +64,8 @@ def _check_own(own: dict[str, Any]) -> None:
 
 
 def run_bias(of: TrainSettings, sizes: WorldSizes) -> RunBias:
-    """The math of a run's step, in groups of at most four rows. Raises UsageError for what has no list of batches."""
+    """The math of a run's step, in groups of at most four rows. Raises UsageError for a loss that selects tokens by
+    noise, whose batches cannot be listed."""
     search(of.module_dirs)
     loss_fn, estimator = policy_loss(of.actor.loss), advantage_of(of.algorithm, Kernels.named())
     correct = loss_correction(of.algorithm.correction, of.actor.loss)

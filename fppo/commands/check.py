@@ -52,7 +52,7 @@ class ShownPrompt:
     """A prompt as the model sees it, with what the rewards say of two responses to it."""
 
     id: str
-    why: str  # it is shown
+    why: str  # why it is shown
     source: str
     text: str
     tokens: tuple[int, ...]
@@ -128,7 +128,7 @@ def _opened(settings: TrainSettings, known: Sequence[Problem], where: str) -> In
     except Exception:
         if not known:
             raise
-        inputs = None  # of settings that are wrong anything may come
+        inputs = None  # invalid settings may raise anything
     if known or inputs is None:
         raise files.SettingsError([*map(str, known), *found], where=where)
     return inputs
@@ -169,9 +169,10 @@ def _shown(prompts: PromptSet, number: int, why: str, tokenizer: Any) -> ShownPr
 def rewarded_prompts(
     section: RewardSettings, prompts: Sequence[ShownPrompt], inputs: Inputs, max_tokens: int
 ) -> Rewarded:
-    """Call each reward function on two responses to each prompt, its ground truth, if it has one, and no words at all.
+    """Call each reward function on two responses to each prompt: its ground truth, if it has one, and an empty
+    response.
 
-    Models that judge are not loaded, and functions of a whole rollout are not called. Raises SettingsError for a
+    Reward models and judges are not loaded, and functions of a whole rollout are not called. Raises SettingsError for a
     function that returns no score.
     """
     models = {"reward.model": section.model.path, "reward.judge": section.judge.path}
@@ -182,7 +183,7 @@ def rewarded_prompts(
     samples = [_sample(prompts[i], words, inputs) for i, words in calls]
     limits = {"time_limit": section.time_limit, "batch_limit": section.batch_time_limit}
     runner_of = partial(RewardRunner, reward_of(section, {}, max_tokens=max_tokens), workers=1, **limits)
-    with _quiet(logging.getLogger("fppo.rewards")), runner_of() as runner:  # what fails is said below
+    with _quiet(logging.getLogger("fppo.rewards")), runner_of() as runner:  # failures are reported below
         start = time.perf_counter()
         try:
             results = runner.run(samples)
@@ -214,7 +215,7 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
 
 
 def _sample(prompt: ShownPrompt, words: str, inputs: Inputs) -> Sample:
-    """A response of the ground truth's words, or of none, that a stop token ends."""
+    """A response with the ground truth as its text, or an empty one, ended by a stop token."""
     truth, tokenizer = prompt.ground_truth, inputs.tokenizer
     text: Any = tokenizer.decode(list(prompt.tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     response = "" if words == EMPTY else truth if isinstance(truth, str) else json.dumps(truth)
@@ -301,7 +302,7 @@ def _quoted(value: Any) -> str:
 
 
 def tokens_line(tokens: Sequence[int], pieces: Sequence[str]) -> str:
-    """Ids with their texts, a run of one id once; of many the first and the last."""
+    """Ids with their texts, repeated ones once with their count; of a long line, only both ends."""
     runs = [(token, len(list(group))) for token, group in groupby(tokens)]
     texts = dict(zip(tokens, pieces, strict=True))
     shown = [

@@ -74,7 +74,7 @@ def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[Tr
     failed: list[str] = []
     for number, (name, seed, own) in enumerate(left, start=1):
         if number > 1 and seed != left[number - 2][1] and not failed:  # every variant has a run
-            write(where, asked.metrics, out)  # in sight meanwhile; metrics without logs are named before the next seed
+            write(where, asked.metrics, out)  # a first look, and an error for metrics that no run has logged
         print(f"\nrun {number} of {len(left)}: {name}, seed {seed}", flush=True)
         directory = Path(own.output_dir)
         directory.mkdir(parents=True, exist_ok=True)
@@ -112,13 +112,13 @@ def write(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str], out: P
 
 
 def _last_digest(directory: Path) -> str:
-    """The digests of a run's last state in words; those of a run without any are its own."""
+    """The digests of a run's last state as text; for a run without any its directory, which equals no other."""
     lines = jsonl.read(directory / DIGESTS, on_damage=lambda _: None)
     return str(lines[-1].get("state", directory) if lines else directory)
 
 
 def _said_of_idle(runs: Mapping[str, Mapping[int, TrainSettings]]) -> Iterator[str]:
-    """Lines on settings that change nothing, with the variants of which this holds, unless it does of all."""
+    """Lines on settings that change nothing, with the names of the variants concerned, unless these are all."""
     found: dict[str, list[str]] = {}
     for name, seeds in runs.items():
         for text in said_of_idle(resolved(next(iter(seeds.values())))[0]):

@@ -92,7 +92,7 @@ def _keywords() -> dict[str, Any]:
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
-    """The words that a setting of a closed set takes, for a list those of its elements; else none."""
+    """The allowed words of a setting or of a list's elements; empty if any text is allowed."""
     if get_origin(kind) is Literal:
         return tuple(map(str, get_args(kind)))
     if get_origin(kind) in (Union, types.UnionType, tuple):

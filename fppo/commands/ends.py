@@ -45,7 +45,7 @@ def status_of(error: Exception, name: str, *, show: bool) -> int:
 
 
 def _say(text: str) -> None:
-    """Print to standard error, if that takes anything: nothing else is there to be told by."""
+    """Print to standard error; if that fails, there is no other place for a message."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 

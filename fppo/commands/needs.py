@@ -19,16 +19,17 @@ from fppo.settings.plan import PlanSettings
 from fppo.settings.train import TrainSettings
 
 NO_FIT = "it does not fit in memory; fppo plan says what would make it fit"
-_LEAST = 300.0  # seconds of a run's steps from which it says how far off the plan was: planning takes some, too
+_LEAST = 300.0  # seconds of steps from which a run reports how far off its plan was: planning takes time, too
 
 
 def planned_needs(
     settings: TrainSettings, options: PlanSettings, chosen: TrainSettings, inputs: Inputs
 ) -> tuple[RunNeeds | None, list[str], bool]:
-    """The planned needs of a run; else lines of its pools' plans, or on why there is none, and whether it fits.
+    """The planned needs of a run, or None with lines: its pools' plans, or the reason why there is no plan; and whether
+    it fits.
 
-    Prompts are as long as those of the `inputs`, if no environment gives others. A plan for this machine's CPU is one
-    of the settings `chosen` for it, at the pace that is measured here.
+    Prompts are as long as those of the `inputs`, if no environment gives others. A plan for this machine's CPU takes
+    the settings `chosen` for it, and the pace that is measured here.
     """
     if options.gpu not in (*KNOWN, "cpu"):
         return None, [f"needs     not planned: {options.gpu} is no GPU that fppo plan knows; give --gpu"], True

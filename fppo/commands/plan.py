@@ -34,8 +34,8 @@ Shown = tuple[list[text.Section], dict[str, Any], bool]  # text, numbers, and wh
 
 
 def run(of: TrainSettings, options: PlanSettings) -> int:
-    """Prints the plan of a run, of each of its pools if it has any, or what a search has found, and writes JSON; 1 if
-    nothing fits."""
+    """Print the plan of a run, of each of its pools if it has any, or the result of a search, and write JSON; returns 1
+    if nothing fits."""
     transformers_logging.set_verbosity_error()
     if options.gpu == HERE:
         options = attrs.evolve(options, gpu=gpu_of(device_of(of.device, of.placement)))
@@ -69,8 +69,8 @@ def with_prompts(of: TrainSettings, prompts: PromptSet) -> TrainSettings:
 
 
 def _as_read(of: TrainSettings) -> TrainSettings:
-    """The settings with rows as long as those of the run's own prompts, where these are in files here; else a line says
-    what is planned."""
+    """The settings with rows as long as those of the run's own prompts, if these are in local files. If they cannot be
+    read, a line says so, and the settings stay as they are."""
     if not of.data.path or not all(map(os.path.isfile, of.data.path)):
         return of
     try:
@@ -83,7 +83,7 @@ def _as_read(of: TrainSettings) -> TrainSettings:
 
 
 def _planned(of: TrainSettings, options: PlanSettings, case: Case, pool: str | None = None) -> Shown:
-    """The plan of a case, of a pool if it is one's, and what would make it fit, if it does not."""
+    """The plan of a case, or of a `pool` of that name, with changes that would make it fit if it does not."""
     estimate, helping = plan(case), None
     if options.tries and not estimate.fits:
         helping = [attrs.evolve(x, pool=pool, flags=_flags(of, x)) for x in remedies(estimate)]
@@ -111,7 +111,8 @@ def planned_pools(of: TrainSettings, options: PlanSettings) -> Shown:
 
 
 def _flags(of: TrainSettings, remedy: Remedy) -> dict[str, Any]:
-    """The settings of a remedy, passes by sequences where the run has them so, and the critic's as the actor's."""
+    """The settings of a remedy: sizes of passes in sequences if the run has them so, and for the critic as for the
+    actor."""
     flags, case = dict(remedy.flags), remedy.plan.case
     if (tokens := flags.pop(TOKENS, None)) is None:
         return flags

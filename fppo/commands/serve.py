@@ -38,12 +38,12 @@ from fppo.settings.rollout import RolloutSettings
 from fppo.settings.train import TrainSettings
 
 KEY = "FPPO_API_KEY"  # the variable of the environment that has the key
-_LONGEST = 4096  # tokens of a row, for models that say nothing
+_LONGEST = 4096  # tokens of a row by default
 
 
 def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
-    """Serve until ctrl-C or SIGTERM, which end the server as they should: returns 0, or 1 where its engine failed
-    before. Raises ValueError for a key that nobody can send."""
+    """Serve until ctrl-C or SIGTERM; returns 0, or 1 if the engine failed before. Raises ValueError for a key that no
+    client can send."""
     key = new_key() if KEY not in environment else environment[KEY]
     check_key(key, KEY)
     listener = bound_socket(options.host, options.port, public=options.public)
@@ -77,7 +77,7 @@ def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
 
 
 def say_failure(error: Exception) -> None:
-    """Say what ended an engine, once."""
+    """Print the error that ended an engine."""
     traceback.print_exception(error)
     text = "the engine failed, and answers nothing more: end the server (ctrl-C), and start it again"
     print(text, file=sys.stderr, flush=True)
@@ -118,7 +118,7 @@ def targets_of(options: ServeOptions, *, most: int | None = None) -> tuple[str, 
 
 
 def _policy(options: ServeOptions, target: str) -> tuple[ServedPolicy, Params, int, Callable[[], Any] | None]:
-    """The policy, its parameters, the number of its updates, and what looks for newer ones."""
+    """The policy, its parameters, the number of its updates, and a function that looks for newer ones, if asked for."""
     directory = Path(target)
     if not (directory / session.SETTINGS).exists():
         if options.step is not None or options.follow:
@@ -145,7 +145,7 @@ def _loaded(directory: Path, policy: ServedPolicy, step: int) -> tuple[Params, i
 class FollowedRun:
     """The newer checkpoints of a run, looked for at most every `seconds`.
 
-    One that cannot be read is said once, and looked at again: meanwhile the weights stay as they are.
+    A checkpoint that cannot be read is reported once and tried again; meanwhile the weights stay as they are.
     """
 
     def __init__(self, directory: Path, policy: ServedPolicy, seconds: float, step: int) -> None:
@@ -176,7 +176,7 @@ class FollowedRun:
 
 
 def settings_of_model(options: ServeOptions, target: str) -> TrainSettings:
-    """The settings of a model that is no run's."""
+    """The settings for a model that does not come from a run."""
     model = ModelSettings(path=target, compute_dtype=options.compute_dtype)
     return TrainSettings(model=model, rollout=RolloutSettings(exact=options.exact), device=options.device)
 
@@ -193,7 +193,7 @@ def bounds_of(options: ServeOptions, policy: ServedPolicy) -> Bounds:
 
 
 def sources_of(options: ServeOptions, policy: ServedPolicy, bounds: Bounds, target: str) -> Sources:
-    """The parts of a policy's answers that stay the same."""
+    """The parts that all answers of a policy share: texts, sampling, key, bounds and name."""
     sampling = policy.sampling if options.temperature is None else policy.sampling.at(options.temperature)
     return Sources(
         texts=policy.texts,
@@ -205,7 +205,7 @@ def sources_of(options: ServeOptions, policy: ServedPolicy, bounds: Bounds, targ
 
 
 class EpisodeFiles:
-    """Episodes on disk, as rollouts: one file for those that are dropped together, the last at the end."""
+    """Episodes on disk, as rollouts: a file whenever `most` rows have come together, and one of the rest at the end."""
 
     def __init__(self, directory: Path, pad_token_id: int, *, most: int = 1024) -> None:
         try:
@@ -218,19 +218,19 @@ class EpisodeFiles:
         self._number = 1 + len(list(directory.glob("episodes_*.safetensors")))
 
     def add(self, name: str, rows: Sequence[EpisodeRow]) -> None:
-        """Takes an episode in."""
+        """Add an episode, and write a file if there are enough rows."""
         self._rows += [(name, row) for row in rows]
         if len(self._rows) >= self._most:
             self.close()
 
     def end(self, episodes: Episodes) -> None:
-        """Takes in the episodes that are still held, and writes all."""
+        """Add the episodes that are still held, and write the last file."""
         for name in episodes.names():
             self.add(name, episodes.take(name))
         self.close()
 
     def close(self) -> None:
-        """Writes what was taken in since the last file."""
+        """Write the rows added since the last file."""
         rows, self._rows = self._rows, []
         if not rows:
             return
@@ -250,5 +250,5 @@ class EpisodeFiles:
 
 
 def unrecorded(name: str, rows: Sequence[EpisodeRow]) -> None:
-    """Lets go of an episode that no file is to have."""
+    """Drop an episode that is not to be recorded."""
     del name, rows

@@ -42,7 +42,7 @@ from fppo.serve.tinker.runs import BaseModel
 from fppo.serve.tinker.samples import SampleRules
 from fppo.serve.tinker.service import ServedBase, TinkerService
 
-START = "tml-"  # of all keys that tinker's client takes
+START = "tml-"  # the prefix of all keys that tinker's client takes
 
 
 def keys_of(options: ServeOptions, given: str | None) -> tuple[list[str], bool]:
@@ -78,7 +78,7 @@ def _make_private(path: Path) -> None:
 
 
 def served_base(options: ServeOptions, target: str, policy: ServedPolicy, bounds: Bounds) -> ServedBase:
-    """A policy as a base of the protocol, under the name that it was given by."""
+    """A policy as a base model of the protocol, named as on the command line."""
     assert policy.params is not None
     directory = Path(target) if gguf_of(target) is None else config_place(target, target)
     base = BaseModel(
@@ -113,9 +113,9 @@ def _images(options: ServeOptions, target: str, policy: ServedPolicy) -> ImageRe
 
 
 def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
-    """Serve models until ctrl-C or SIGTERM: returns 0, or 1 where an engine or the training failed before.
+    """Serve models until ctrl-C or SIGTERM; returns 0, or 1 if an engine or the training failed before.
 
-    Raises UsageError, and ValueError for a key that nobody can send.
+    Raises UsageError, and ValueError for a key that no client can send.
     """
     keys, new = keys_of(options, environment.get(KEY))
     listener = bound_socket(options.host, options.port, public=options.public)

@@ -36,8 +36,8 @@ def main() -> int:
 
 
 def _open_closed() -> None:
-    """Have input, output and errors that a shell has closed (`>&-`) read and write nothing: else the next file that is
-    opened would take their numbers, and with them what is printed."""
+    """Open standard streams that a shell has closed (`>&-`) on the null device: else the next opened file would take
+    their numbers, and get the printed text."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

@@ -75,7 +75,7 @@ FRAGMENTS = 0.03  # fraction of temporary bytes that torch's allocator holds and
 # size.
 PROCESS = 450 << 20  # Python with torch (a build for CPUs), transformers and fppo
 BUILT_FOR_GPUS = 295 << 20  # the additional memory of a build of torch for GPUs in a process without one
-CUDA_PROCESS = int(2.5 * GIB)  # the same with CUDA's libraries loaded
+CUDA_PROCESS = int(2.5 * GIB)  # a process with CUDA's libraries loaded
 
 
 def hardware_of(name: str, numbers: Mapping[str, float | None] = MappingProxyType({})) -> Hardware:
@@ -241,7 +241,7 @@ class Role:
 
 @attrs.frozen
 class Pace:
-    """How many times as long as by the formulas the parts of a step take, as measured on a CPU (`plan.pace`)."""
+    """Times of a step's parts relative to the formulas' times, as measured on a CPU (`plan.pace`)."""
 
     forward: float = 1.0  # passes without gradients
     update: float = 1.0  # passes with gradients
@@ -264,7 +264,7 @@ class PlannedSampling:
     apart: bool = False  # whether these GPUs are not the rank's own
     sleeps: bool = False  # whether the engine releases its memory between rollouts
     bucket: int = 256 << 20  # bytes of parameters that are sent to the engine at once
-    shared: bool = False  # whether through memory shared by two processes
+    shared: bool = False  # whether they are sent through memory shared by two processes
     pool: int | None = None  # the number of engines in a pool of their own
 
 
@@ -292,7 +292,7 @@ class Case:
     forward_together: float = 1.0  # the same in passes without gradients
     critic: bool = False
     reference: bool = False
-    reward_model: PreTrainedConfig | None = None  # whether the critic reads the same tokens
+    reward_model: PreTrainedConfig | None = None  # its config; it reads the policy's tokens
     teacher: PreTrainedConfig | None = None
     lora: Lora | None = None  # the actor's adapter, on a frozen base
     critic_lora: Lora | None = None  # the critic's adapter, on the same base
@@ -319,7 +319,7 @@ class Case:
 
     @property
     def models(self) -> dict[str, PreTrainedConfig]:
-        """The models that differ in shape, by what messages call them."""
+        """The models that differ in shape, by their names in messages."""
         own = {self.name: self.config, "the reward model": self.reward_model, "the teacher": self.teacher}
         return {name: config for name, config in own.items() if config is not None}
 

@@ -31,8 +31,8 @@ READS: Mapping[Critic, Sequence[str]] = {"tokens": (), "confidence": ("log_probs
 
 
 class ColumnCall(NamedTuple):
-    """A call to a role's pool, by its name in traces, with the bytes of the columns that it sends, which all ranks
-    there read, and of the columns that it returns."""
+    """A call to a role's pool, by its name in traces: the bytes of columns that it sends, for all ranks there, and of
+    columns that it returns."""
 
     role: str
     call: str

@@ -67,11 +67,11 @@ def seconds_of(phases: Sequence[Phase], case: Case, *, slowest: float = 1.0, rec
         exposed = collectives that the code waits for + what those it does not wait for take longer than `compute`
 
     and `launching` is how much more the first of these is than the second. On a CPU, which launches nothing ahead, the
-    two are added, and multiplied by the machine's pace. The time is the sum of compute and exposed
-    over all phases; on a pipeline, where the passes of all ranks take as long as the slowest one's, and (p - 1) / (v m)
-    of that longer, `idle` is the rest. A collective takes its latency and its bytes over the link of its axis: see
-    `link`. Copies to and from the host count as collectives that are waited for, except in passes, which fetch
-    layers and activations ahead. FLOPs are all that are computed, again or not.
+    two are added, and multiplied by the machine's pace. The time is the sum of compute and exposed over all phases. On
+    a pipeline the passes of all ranks take as long as the slowest one's, and (p - 1) / (v m) of that longer; `idle` is
+    the difference. A collective takes its latency and its bytes over the link of its axis: see `link`. Copies to and
+    from the host count as collectives that are waited for, except in passes, which fetch layers and activations ahead.
+    FLOPs include recomputation.
     """
     compute = communication = exposed = in_passes = launching = 0.0
     for phase, times in _repeated(phases, case):
@@ -178,7 +178,7 @@ def _repeated(phases: Sequence[Phase], case: Case) -> list[tuple[Phase, float]]:
     return [(phase, 1 if phase.name in once else max(1.0, passes / ran)) for phase in phases]
 
 
-ROOM = 1.15  # the formula's bytes over a GPU's memory from which a case counts as too large
+ROOM = 1.15  # a case is too large if the formula's bytes are over this multiple of a GPU's memory
 _STATE = {"none": 12, "moments": 4, "all": 0}  # bytes on the device per trained parameter, with moments
 _KEPT_LAYER = 10.0  # elements that a layer keeps for its backward pass, per token and width, without the MLP's
 _KEPT_ROWS = 4.0  # and for each chosen expert

@@ -132,7 +132,7 @@ def bucket_bytes(case: Case, built: Built) -> float:
 
 
 def came_bytes(case: Case, built: Built) -> float:
-    """Bytes of the policy on vLLM's rank in a pool, which passes it on."""
+    """Bytes of the policy on a rank of a pool that receives it for its vLLM."""
     sampling = case.sampling
     if sampling is None or sampling.pool is None or sampling.engine != "vllm":
         return 0.0

@@ -70,8 +70,8 @@ Run = Callable[[Case, int], list[Phase]]  # (case of a short pipeline, layers of
 
 
 def piped(case: Case, name: str, own: Sequence[int], run: Run) -> list[Phase]:
-    """The phases of the planned rank, whose stages have `own` layers: those of the rank of a short pipeline with the
-    same part of the model, in the order of the rank's schedule.
+    """Assemble the phases of the planned rank, whose stages have `own` layers, in the order of its schedule: from a
+    rank of a short pipeline with the same part of the model.
 
     The bytes that an action adds do not depend on what else is held. Only a stage's first backward pass differs from
     later ones, since it finds no gradients.
@@ -102,7 +102,7 @@ class _Stage:
         self._held = {phase.name: after.start for phase, after in pairwise(phases)}
 
     def of(self, action: Action, again: bool) -> tuple[list[Phase], Mapping[str, float], Cost]:
-        """The phases of an action, the bytes held after it, and its cost, which is that of a later one. `again`: the
+        """The phases of an action, the bytes held after it, and the cost of a later action of its kind. `again`: the
         action is not the first of its kind."""
         own, later = (self._named(action.kind, 1 + (more and self.trains)) for more in (again, True))
         return own, self._held[own[-1].name], _sum([phase.cost for phase in later])

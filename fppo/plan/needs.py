@@ -90,7 +90,8 @@ def _pace_of(case: Case, kernels: Kernels) -> Pace | None:
 def _step_seconds(of: TrainSettings, planned: Plan, prompt: int) -> float:
     """Seconds of a whole step: the stages of a mini-batch as often as the step has them, and the rollout.
 
-    Of prompts of `prompt` tokens, and not as long as planned, stages and prefill take the same part as of tokens.
+    With prompts of `prompt` tokens, shorter than planned, stages and prefill take less time in proportion to their
+    tokens.
     """
     times = of.rollout.batch_size / planned.case.mini_batch
     longest, response = of.data.max_prompt_tokens, of.rollout.max_tokens

@@ -36,7 +36,7 @@ from fppo.steps.train_state import init_state
 from fppo_kernels.table import Kernels
 
 _WORK = 1e11  # FLOPs of a measured update, about a second on a few cores, and of measured decoding
-_PART = 4  # a miniature has this part of the layers, and at least two
+_PART = 4  # a miniature has a fourth of the layers, and at least two
 _TOKENS, _DECODED = 2048, 16  # the most tokens of its pass, and of its responses
 _REPEATS, _ENOUGH = 3, 1.0  # the fastest of so many calls, unless these seconds are over
 Clock = Callable[[], float]  # seconds
@@ -46,7 +46,7 @@ Fastest = Callable[[Callable[[], Any]], float]  # seconds of a call
 def paced(case: Case, kernels: Kernels, *, clock: Clock = time.perf_counter) -> Case:
     """The case with the pace of this machine, whose CPU runs the `kernels`; it takes a few seconds.
 
-    Raises whatever a model raises that does not run with fewer layers and a smaller vocabulary.
+    Raises whatever the model raises if it does not run with fewer layers and a smaller vocabulary.
     """
     mini, built = _miniature(case), Built()
     model = built.model(mini, "actor")
@@ -79,7 +79,7 @@ def _miniature(case: Case) -> Case:
 
 
 def _with_vocabulary(config: PreTrainedConfig, part: float) -> PreTrainedConfig:
-    """The config with a part of the vocabulary, in which its special tokens have no place."""
+    """The config with a fraction `part` of the vocabulary, and without special tokens, which may lie outside of it."""
     config = copy.deepcopy(config)
     changes = {"vocab_size": max(64, math.ceil(config.vocab_size * part))}
     changes |= {f"{name}_token_id": None for name in ("pad", "bos", "eos")}
@@ -108,7 +108,7 @@ def _of_stages(case: Case, model: Model, params: Params, kernels: Kernels, built
 
 
 def _planned(phases: Sequence[Phase], case: Case, in_passes: bool | None) -> float:
-    """Planned seconds of the phases of passes, of the others, or of both for None."""
+    """Planned seconds of the phases within passes (True), of the others (False), or of both (None)."""
     chosen = [x for x in phases if in_passes is None or x.name.startswith(("forward", "backward")) is in_passes]
     return seconds_of(chosen, case).total
 

@@ -159,12 +159,12 @@ class _StandInTriton(torch.autograd.Function):
 
 
 T = TypeVar("T")
-KEPT = 16  # the rank's runs
+KEPT = 16  # the number of cached runs
 REWARD, TEACHER = "reward model", "teacher"
 FROZEN = (REWARD, TEACHER)  # models that are never trained
 # models that differ in shape
 HEADS: Mapping[str, HeadKind] = {"actor": "lm", "critic": "value", REWARD: "value", TEACHER: "lm"}
-# the one that each stage runs, in the order of a step
+# the model that each stage runs, in the order of a step
 STAGES: Mapping[str, str] = {stage: "actor" if role == "reference" else role for stage, role in ROLES.items()}
 
 
@@ -206,7 +206,7 @@ class Built:
         self._runs: list[tuple[Case, str, int, list[Phase]]] = []
 
     def model(self, case: Case, name: str, layers: int | None = None) -> Model:
-        """See `model_of`; in the dtype and with the recomputation of the first request."""
+        """The cached model of `model_of`, with the dtype and the recomputation of the first request."""
         return self.once(("model", name, layers), lambda: model_of(case, name, layers))
 
     def cuts(self, case: Case, name: str) -> list[range]:

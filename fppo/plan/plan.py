@@ -252,7 +252,7 @@ def _recorded(case: Case, model: Model) -> bool:
 def _at_rest(case: Case, built: Built) -> dict[str, float]:
     """Bytes on a rank between stages, by kind."""
     rest: dict[str, float] = {kind: 0 if away else sum(sizes) for kind, (away, sizes) in state_of(case, built).items()}
-    if case.lora is not None:  # those of critic and reference, too
+    if case.lora is not None:  # shared with critic and reference
         base = {n: shape for n, shape in every_shape(case, "actor", built).items() if not is_trained(n)}
         model = built.model(case, "actor")
         with torch.device("meta"):

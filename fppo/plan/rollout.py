@@ -227,7 +227,7 @@ def _embedded(
     moving = engine.prefill.moving * min(prompts, at_once) / at_once / engine.cut
     if prompts <= at_once:  # the cache is allocated after the prompts' passes
         moving = max(moving - size, logits + min(prompts, at_once) * engine.prompt * engine.column)
-    if gathered and case.shards > 1:  # all at once, from a buffer, if parts are cast
+    if gathered and case.shards > 1:  # all at once; cast parts lie in a buffer
         parts = gathered / case.shards * (1 if _narrow(case, engine) == _kept(case) else 2)
         moving = max(moving, gathered + parts - made - size)
     memory |= {KEYS: together * row, MOVING: moving}

@@ -34,7 +34,7 @@ class Remedy:
 
     flags: Flags
     plan: Plan
-    pool: str | None = None  # the plan's name
+    pool: str | None = None  # the pool that is planned
 
     @property
     def words(self) -> str:
@@ -178,8 +178,8 @@ def _too_large(case: Case, built: Built) -> bool:
 
 
 def _helps(family: Sequence[Flags], base: Plan) -> bool:
-    """Whether a family can help at all: more shards cannot if the memory that they leave as it is is too large by
-    itself."""
+    """Whether a family can help at all: more shards cannot if activations and logits, which they leave as they are, are
+    too large by themselves."""
     kept = sum(base.peak.memory[kind] for kind in (ACTIVATIONS, LOGITS))
     only_shards = all("mesh.shard" in flags and set(flags).isdisjoint(ROWS) for flags in family)
     return not only_shards or kept <= base.case.hardware.memory

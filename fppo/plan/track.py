@@ -75,7 +75,7 @@ class Segment:
 
 
 class Phase(NamedTuple):
-    """A forward pass, a backward pass, or the time between: the bytes by kind at its begin, its segments (one more than
+    """A forward pass, a backward pass, or the time between: the bytes by kind at its start, its segments (one more than
     layers), and its cost."""
 
     name: str
@@ -99,7 +99,7 @@ class DispatchCounter(NamedTuple):
     """Facts about an operation that each of its calls needs."""
 
     name: str
-    marks: bool  # of which each layer has its own
+    marks: bool  # whether each layer has a call of its own
     attention: bool
     writes: bool  # in place, or with an out argument
 
@@ -318,7 +318,7 @@ class Tracker(TorchDispatchMode):
         self._nodes = (0, 0)  # autograd nodes created in a scope
         self._start("setup")
 
-    # as a plan reports them
+    # called by a plan
 
     def hold(self, tensors: Iterable[Tensor], kind: str = STATE) -> None:
         """Declare tensors that exist from the start; those of kind HOST are on the host."""
@@ -359,7 +359,7 @@ class Tracker(TorchDispatchMode):
         self._begin(action.kind)
 
     def _begin(self, kind: str) -> None:
-        self._notice()  # the end of the last one
+        self._notice()  # the end of the last pass
         self._passes += kind == "forward"
         self._start(f"{kind} {self._passes}")
 

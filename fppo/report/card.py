@@ -119,7 +119,7 @@ def _gguf(path: str) -> str | None:
     """The name of the GGUF file that a model's path names; None if it names none, or is gone."""
     try:
         file = gguf_of(path)
-    except ValueError:  # it was another when the run began
+    except ValueError:  # the place has changed since the run began
         return None
     return None if file is None else file.name
 
@@ -172,7 +172,7 @@ def _use(exported: Exported) -> str:
 
 
 def _training(exported: Exported, records: Sequence[Mapping[str, Any]]) -> list[tuple[str, object]]:
-    """The lines of the table of a run: its name and text, or number."""
+    """Rows of the table of a run: a name, and a text or a number."""
     s = exported.settings
     data = ", ".join(map(_named, s.data.path)) or s.data.rows or s.rollout.environment.name
     kl = f"{s.algorithm.kl.coef:g} in the rewards, " if s.algorithm.kl.coef else ""

@@ -68,7 +68,7 @@ def diff(first: Path, second: Path) -> Diff:
         held = " and ".join(f"{run.path} holds steps {_span(run.steps)}" for run in (a, b))
         raise ValueError(f"the runs have no step in common: {held}")
     lines = [*_settings(a, b), *_alone(a, b), *_evaluated_alone(common, a, b)]
-    rounded: dict[int, Difference] = {}  # in what metrics alone read
+    rounded: dict[int, Difference] = {}  # differences in columns that metrics alone read
     for step in common:
         difference = _difference(step, a, b)
         if difference is not None and difference.is_of_metrics(a.settings.get("model.compute_dtype", "float32")):
@@ -160,7 +160,7 @@ def _digests(difference: Difference | None, step: int, a: _RecordedRun, b: _Reco
 
 
 def _grounds(step: int, a: _RecordedRun, b: _RecordedRun) -> Iterator[str]:
-    """A line on what bits hang on and was another where the runs made a step."""
+    """A line on the grounds of bits (`bits.ground`) that differed when the two runs made a step."""
     found = [origins.load(run.path, max(step, 1)) for run in (a, b)]
     grounds = [{} if origin is None else origin.ground for origin in found]
     if all(grounds) and (others := bits.unlike(*grounds)):

@@ -89,7 +89,7 @@ def write(run: str | os.PathLike[str], target: str | os.PathLike[str] | None = N
 def chrome(bars: Sequence[Bar]) -> dict[str, Any]:
     """The bars in the Trace Event Format, in microseconds since the first one began.
 
-    Two that overlap by what a message takes are put one after the other: viewers take an overlap for a call within.
+    Bars of a line that overlap, by the time of a message, are put one after the other: viewers would show nested calls.
     """
     zero, events = min(bar.start for bar in bars), list[dict[str, Any]]()
     processes = list(dict.fromkeys(bar.process for bar in bars))

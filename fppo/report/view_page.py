@@ -19,9 +19,9 @@ from fppo.runtime.exports import write_whole
 
 
 def page(title: str, blocks: Iterable[str] = (), *, live: bool) -> bytes:
-    """The document; with `blocks` it loads nothing, and with `live` it requests what it shows from its server.
+    """The document; with `blocks` it loads nothing, and with `live` it requests its contents from its server.
 
-    Its policy lets no other script or style run than the ones that are here, by their digests.
+    Its content security policy allows only the script and the style in the document, by their digests.
     """
     script, style = _asset("viewer.js"), _asset("viewer.css")
     rules = {
@@ -88,5 +88,5 @@ def _rows(number: int, run: Path, steps: Sequence[int]) -> Iterator[str]:
 
 
 def _block(name: str, content: bytes) -> str:
-    """Bytes in a script of no script's type, which no browser runs or parses."""
+    """Bytes in a script element whose type is no script's, so that no browser runs or parses it."""
     return f'<script type="application/octet-stream" id="{name}">{base64.b64encode(content).decode()}</script>\n'

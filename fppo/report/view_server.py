@@ -26,7 +26,7 @@ LOOPBACK = "127.0.0.1"
 _HOSTS = ("127.0.0.1", "localhost", "::1")
 _RUN = re.compile(r"run/(\d{1,6})/(index|samples/(\d{1,18}))", re.ASCII)
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})", re.ASCII)
-_SILENT = 60  # seconds that a connection may ask for nothing
+_SILENT = 60  # seconds that a connection may stay without a request
 _MOST = 64  # connections
 _NONE: Mapping[str, str] = MappingProxyType({})
 # no other page may read, frame or embed what is served, and no copy of it stays in the browser
@@ -105,7 +105,8 @@ def _found(served: Viewed, place: str, query: Mapping[str, str], headers: Mappin
 
 
 def _states(served: Viewed, known: str) -> HttpReply:
-    """The states of all runs; null for one that is as `known`, a list of (stamp, number of lines) for each."""
+    """The states of all runs, null where nothing has changed; `known` is a JSON list of (stamp, number of lines) by
+    run."""
     before = json_of(known)
     if not isinstance(before, list) or not all(_is_known(each) for each in before):
         raise ValueError("known: not a list of stamps with numbers of lines")
@@ -127,7 +128,7 @@ def _file(path: Path, wanted: str | None) -> HttpReply:
     with path.open("rb") as file:
         size = file.seek(0, 2)
         match = None if wanted is None else _RANGE.fullmatch(wanted)
-        if match is None:  # as for a kind of range that is unknown here
+        if match is None:  # or a kind of range that is unknown here
             file.seek(0)
             return HttpReply(HTTPStatus.OK, kind, file.read(), {"Accept-Ranges": "bytes"})
         first, last = int(match[1]), min(int(match[2] or size), size - 1)
@@ -153,15 +154,15 @@ def server(served: Viewed, port: int) -> ThreadingHTTPServer:
 
 
 class _Server(ThreadingHTTPServer):
-    """A server with at most so many connections, each of which must ask for something soon.
+    """A server with at most `_MOST` connections, each without a request for at most `_SILENT` seconds.
 
-    Where there are more, the one that has been silent longest makes room. A browser that goes away is no error.
+    For one too many, the connection that has been silent longest is closed. A browser that goes away is no error.
     """
 
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        self._since: dict[socket.socket, float] = {}  # the last word of each connection, the oldest connection first
+        self._since: dict[socket.socket, float] = {}  # each connection's last request, the oldest connection first
         self._said = False
         super().__init__(address, handler)
 
@@ -178,11 +179,11 @@ class _Server(ThreadingHTTPServer):
         return request, client
 
     def heard(self, request: socket.socket) -> None:
-        """Note that a connection has asked for something, or has come."""
+        """Note a new connection, or a request on one."""
         self._since[request] = time.monotonic()
 
     def service_actions(self) -> None:
-        """Close what has been silent for too long, or is too much; called between connections."""
+        """Close connections that have been silent for too long, or are too many; called between connections."""
         waiting = sorted(self._since.copy().items(), key=lambda each: each[1])
         late = [request for request, since in waiting if time.monotonic() - since > _SILENT]
         for request in {*late, *(request for request, _ in waiting[: max(0, len(waiting) - _MOST)])}:
@@ -195,7 +196,7 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say what failed on one line; a connection that was reset, or silent for too long, has nobody to tell."""
+        """Print a failure on one line, but not that a connection was reset or timed out."""
         error = sys.exception()
         if error is not None and not isinstance(error, ConnectionError | TimeoutError):
             print(f"a request failed: {words_of(error)}", file=sys.stderr, flush=True)

@@ -64,11 +64,11 @@ State = dict[str, Any]
 
 
 def state_of(run: Path, title: str, known: tuple[str, int] | None = None) -> State | None:
-    """All but the rows of a run as JSON values; None if it is as `known`.
+    """The state of a run, all but its rows, as JSON values; None if it is the `known` one.
 
-    `known` has the stamp of an earlier state, and the number of lines of metrics read with it: the state then holds the
-    lines after those alone, unless the file has been replaced since. Damaged lines and files are left out and named
-    under "notes".
+    `known` has the stamp of an earlier state, and the number of lines of metrics read with it: the state then holds
+    only later lines, unless the file has been replaced since. Damaged lines and files are left out and named under
+    "notes".
     """
     stamp = _stamp(run)
     if known is not None and known[0] == stamp:
@@ -109,7 +109,7 @@ def state_of(run: Path, title: str, known: tuple[str, int] | None = None) -> Sta
 def _beyond(
     run: Path, lines: Sequence[Mapping[str, Any]], sampled: Collection[int], damaged: list[str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Records of the steps that only other files than the metrics know, and messages on steps without metrics.
+    """Records of steps that other files hold and the metrics do not, and messages on steps without metrics.
 
     The rows of a step may be written before its metrics: one more step is no loss.
     """
@@ -149,7 +149,7 @@ def _tags(sampled: dict[int, Path]) -> list[tuple[int, str]]:
 
 
 def _stamp(run: Path) -> str:
-    """A text that changes with any file that a state is made of, with the number of the metrics' file before it."""
+    """A text that changes with any file that a state is made of; it begins with the inode of the metrics' file."""
     number, parts = 0, list[str]()
     places = [run / METRICS, run / SETTINGS, run / SAMPLES, run / TRUTH, *sorted((run / TRACE).glob("rank_*.jsonl"))]
     for path in places:
@@ -178,7 +178,8 @@ def sample_file(run: Path, step: int) -> Path | None:
 
 
 def index_of(run: Path, steps: Collection[int]) -> bytes:
-    """The rows of some steps as one Parquet file, without what tokens have one by one; long texts lose their middle.
+    """The rows of some steps as one Parquet file, without the columns that have a list of tokens; long texts lose their
+    middle.
 
     `number` is the place of a row in its step's file, `prompt_key` a digest of its whole prompt, and `pictures` says
     whether the file has images. Steps without a file, or with a damaged one, are left out.

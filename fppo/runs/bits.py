@@ -1,4 +1,4 @@
-"""Grounds of a run's bits besides its settings and code: threads, processor, builds, variables."""
+"""Dependencies of a run's bits besides its settings and code: threads, processor, builds, environment variables."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _BUILDS = re.compile(r"oneAPI Math Kernel Library Version ([\d.]+)|MKL-DNN v([\d
 
 
 def ground() -> dict[str, str]:
-    """The threads of an operation, and the instruction set, the processor, the builds, the switches and the variables
-    of the environment by which this process computes.
+    """Describe how this process computes: threads of an operation, instruction set, processor, builds, switches, and
+    variables of the environment.
 
-    The number of operations at a time (inter-op threads) is not there: no bits hang on it.
+    The number of operations at a time (inter-op threads) is left out: no bits depend on it.
     """
     backends = torch.backends
     found = {
@@ -51,7 +51,7 @@ def _processor() -> str:
 
 
 def unlike(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Lines on what is another there than here; none if nothing was recorded of `before`."""
+    """Lines on the entries that differ between `before` and `now`; none if nothing was recorded of `before`."""
     names = {**before, **now} if before else {}
     return [
         f"{name} {before.get(name, 'not set')} -> {now.get(name, 'not set')}"
@@ -61,7 +61,7 @@ def unlike(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def take_threads(recorded: Mapping[str, str]) -> str | None:
-    """Compute on as many threads as recorded from here on. Returns a line if it were others before, else None."""
+    """From here on, compute on as many threads as recorded. Returns a line if the number changes, else None."""
     wanted, had = recorded.get(THREADS, ""), torch.get_num_threads()
     if not wanted.isdecimal() or int(wanted) in (0, had):
         return None

@@ -293,7 +293,7 @@ class LiveConsole:
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
             TextColumn("{task.fields[left]}"),
-            console=Console(),  # and not that of all the process, which has the width of whoever came first
+            console=Console(),  # not the process-wide one, which keeps its first width
             transient=True,
         )
         self._task = self._progress.add_task("", total=steps, completed=max(first_step - 1, 0), left="")

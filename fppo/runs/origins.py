@@ -1,4 +1,4 @@
-"""Origins of a run besides its settings: code of the users' functions, versions, commits, and what bits hang on.
+"""Origins of a run besides its settings: code of the users' functions, versions, commits, and what bits depend on.
 
 Each start writes them to `starts/step_NNNNNNNN.json`, by the step that it resumed from, unless nothing has changed.
 """
@@ -32,7 +32,7 @@ _NAME = re.compile(r"step_(\d{8})\.json")
 
 @attrs.frozen(kw_only=True)
 class Origin:
-    """The versions, commits and user code of a start, and what its bits hang on."""
+    """The versions, commits and user code of a start, and what its bits depend on."""
 
     versions: Mapping[str, str]
     """The versions of Python, fppo, and fppo's installed requirements."""
@@ -94,8 +94,8 @@ def _head(git: Path) -> str | None:
 
 
 def record(settings: TrainSettings, step: int) -> list[str]:
-    """Write the origin of a start that resumes from `step`, and return lines on changes since the last start, which go
-    on from "going on from step N".
+    """Write the origin of a start that resumes from `step`, and return lines on changes since the last start. Each
+    continues the text "going on from step N".
 
     Origins of starts from later steps are dropped, as in `starts.record`.
     """

@@ -70,8 +70,8 @@ def _listed(names: list[str]) -> str:
 
 
 def with_saved_clocks(run: RunState, directory: Path, step: int) -> RunState:
-    """The state with clocks for the models that have one in the checkpoint; those of earlier versions do not have any.
-    The others' schedules go on as they began, by the number of updates."""
+    """The state with clocks only for models that have one in the checkpoint, since earlier versions wrote none. A
+    schedule without a clock goes on as it began, by the number of updates."""
 
     def known(role: str, state: TrainState) -> TrainState:
         if state.clock is None:
@@ -86,8 +86,8 @@ def with_saved_clocks(run: RunState, directory: Path, step: int) -> RunState:
 
 
 def say_rates(before: TrainSettings | None, settings: TrainSettings, run: RunState, *, supervised: bool) -> None:
-    """Print on stderr the learning rates that the next update has, and had not under the settings `before`: those of a
-    schedule that ends with the run rise where the run becomes longer."""
+    """Print on stderr each learning rate of the next update that differs from the one under the settings `before`. A
+    schedule that ends with the run has higher rates in a longer run."""
     if before is None:
         return
     then = dict(_schedules(before, supervised=supervised))

@@ -17,7 +17,7 @@ from fppo.batch import Experience, Rollout, RowInputs, Scored
 from fppo.pipeline.truth import Beside
 from fppo.runs.jsonl import plain
 
-# the columns of lists that an experience may have, with their types in a file; log-probs are looked at by differences
+# the columns of lists that an experience may have, with their types in a file; log-probs are subtracted, so float32
 LISTS = {
     "rollout_log_probs": np.float32,
     "old_log_probs": np.float32,
@@ -204,8 +204,8 @@ def _decode_all(tokenizer: Any, rows: Sequence[Sequence[int]]) -> list[str]:
 
 
 def pieces_of(tokenizer: Any, rows: Sequence[Sequence[int]], texts: Sequence[str]) -> list[list[str]]:
-    """`pieces` of many rows with their decoded texts. Each distinct token is decoded once, alone and after itself, for
-    the rows whose texts these join to."""
+    """`pieces` of many rows with their decoded texts. Each distinct token is decoded only once, alone and after itself;
+    rows whose texts do not join from these are decoded by `pieces`."""
     distinct = sorted({token for row in rows for token in row})
     alone = dict(zip(distinct, _decode_all(tokenizer, [[token] for token in distinct]), strict=True))
     twice = _decode_all(tokenizer, [[token, token] for token in distinct])

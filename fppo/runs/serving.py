@@ -42,17 +42,17 @@ class ServedPolicy:
 
 
 def served_policy(settings: TrainSettings, *, begins: bool) -> ServedPolicy:
-    """The policy of the settings, with the parameters that it begins with, or without any.
+    """The policy of the settings: with its initial parameters if `begins`, else without any.
 
-    A tokenizer without a chat template makes one that answers completions alone. Raises ValueError for a model that the
-    embedded engine cannot run, and for what settings name and is not there.
+    With a tokenizer that has no chat template, it answers only completions. Raises ValueError for a model that the
+    embedded engine cannot run, and if anything that the settings name does not exist.
     """
     search(settings.module_dirs)
     settings, _ = resolved(settings, None)
     section, key = settings.model, Key(settings.seed)
     device = device_of(settings.device, settings.placement)
     tokenizer = load_tokenizer(section, settings.data, pads=False)
-    own = cast(str | None, tokenizer.pad_token or tokenizer.eos_token)  # either: what is filled is masked
+    own = cast(str | None, tokenizer.pad_token or tokenizer.eos_token)  # either will do: padding is masked
     generation = policy_generation(section, settings.data, tokenizer)
     sampling = sampling_of(settings.rollout, tokenizer, generation)
     if begins:

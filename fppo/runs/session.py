@@ -120,12 +120,12 @@ def restore(settings: TrainSettings, assembly: AnyAssembly) -> RunState:
 
 
 def resumed_ground(settings: TrainSettings) -> Mapping[str, str]:
-    """The ground of the bits of the run that `restore` would go on with, as recorded; {} if it was not."""
+    """The recorded `bits.ground` of the run that `restore` would resume; {} if there is none."""
     directory = Path(settings.output_dir)
     own = checkpoint.steps(directory / CHECKPOINTS)
     if not own and settings.resume not in files.RESUMES:
         place = Path(settings.resume)
-        with contextlib.suppress(ValueError):  # `restore` tells
+        with contextlib.suppress(ValueError):  # `restore` reports it
             directory, own = place.parent.parent, [checkpoint.step_of(place)]
     origin = origins.load(directory, own[-1]) if own else None
     return {} if origin is None else origin.ground

@@ -1,7 +1,7 @@
 """Trackers of runs, a function for each: TensorBoard, W&B, trackio, MLflow, SwanLab.
 
-Each opens a run with its settings, or goes on with the one that this run's directory names in the file NAME_id. Where
-files go, and keys, addresses and modes are the trackers' own matters: their environment variables decide.
+Each opens a run with its settings, or goes on with the one that this run's directory names in the file NAME_id. The
+trackers' own environment variables decide on keys, addresses and modes, and on where files go.
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ def swanlab(run: Tracked) -> TrackerRun:
 
 
 def mlflow_name(name: str) -> str:
-    """A metric's name as MLflow takes it: @ becomes _at_, other characters _, and parts of paths that lead elsewhere
-    too."""
+    """A metric's name as MLflow takes it: @ becomes _at_; other characters, and parts of paths that are dots alone,
+    become _."""
     text = re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
     whole = "/".join(part if part.strip(".") else "_" * max(len(part), 1) for part in text.split("/"))
     return whole if len(whole) <= _NAME else whole[:_NAME].rstrip("/.")

@@ -66,20 +66,20 @@ class Digests:
             )
 
     def end(self) -> None:
-        """Write the last step's line, which has a checkpoint, if it was left out."""
+        """Write the line of the last step, which has a checkpoint, if it was left out."""
         while self.last:
             self.write(self.last.pop())
 
 
 @attrs.frozen(kw_only=True)
 class Checkpoints:
-    """Saves the state after steps, one while the next is made."""
+    """Save the states after steps, each while the next step is computed."""
 
     kept: Callable[[int], bool]
     begin: Callable[[RunState], Pending]
-    ranks: int  # that have a part in them
+    ranks: int  # ranks that write a part of a checkpoint
     pending: list[Pending] = attrs.field(factory=list)
-    begun: list[int] = attrs.field(factory=list)  # the step of the last one
+    begun: list[int] = attrs.field(factory=list)  # the step of the last checkpoint
 
     def __call__(self, record: StepRecord) -> Mapping[str, float]:
         if record.experience is None:
@@ -100,7 +100,7 @@ class Checkpoints:
         self.begun[:] = [run.step]
 
     def end(self, run: RunState) -> None:
-        """Wait until the run's last state is written; save it unless its step has begun to."""
+        """Wait until the run's last state is written; save it if that has not begun."""
         if self.begun != [run.step]:
             self.save(run)
         self.wait()

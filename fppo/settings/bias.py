@@ -61,8 +61,8 @@ class BiasSettings:
 
 
 def load(file: str | None, arguments: Sequence[str]) -> tuple[TrainSettings | None, BiasSettings]:
-    """The run of a file and of flags, None without both, and what else these say. Raises SettingsError with every
-    problem."""
+    """The run of a file and of flags (None without both), and the options of the command. Raises SettingsError with
+    every problem."""
     options, rest = tyro.cli(BiasSettings, args=arguments, prog="fppo bias [FILE.toml]", return_unknown_args=True)
     run, wrong = (None, []) if file is None and not rest else run_of(file, rest, _UNREAD)
     wrong = [*wrong, *problems(options, of_run=run is not None), *(unread(options) if run is not None else ())]
@@ -72,14 +72,14 @@ def load(file: str | None, arguments: Sequence[str]) -> tuple[TrainSettings | No
 
 
 def unread(options: BiasSettings) -> list[str]:
-    """List the settings that are of tables alone and that lines about a run do not read, one line each."""
+    """List the options given that tables alone read, and lines about a run do not, one line each."""
     given = attrs.asdict(options, filter=lambda field, value: field.name in OF_TABLES and value != field.default)
     text = "is of the tables, and a run gets three lines; leave it out, or the run's file and flags"
     return [f"--{name.rstrip('_')} {text}" for name in given]
 
 
 def _too_many(options: BiasSettings, *, of_run: bool) -> list[str]:
-    """A line if the groups of a world are more than can be summed over, those of the table of estimators or pairs."""
+    """A line if a world has too many groups to sum over: groups of rows in the table of estimators, pairs in others."""
     others, last = options.vocabulary - 1, options.horizon - 1
     n = max(options.n) if "estimators" in options.names and not of_run else 2
     responses = sum(others**length for length in range(last)) + others**last * options.vocabulary

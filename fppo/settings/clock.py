@@ -8,8 +8,8 @@ from fppo.settings.train import TrainSettings
 
 
 def said_of_clock(settings: TrainSettings) -> list[str]:
-    """A line on the bits of sampled log-probs, if the clock decides which rows are decoded together, and on what reads
-    them; none for other runs."""
+    """A line on log-probs whose last bits vary, since the clock decides which rows are decoded together, and on the
+    settings that read them; none for other runs."""
     if not settings.in_turns or settings.rollout.exact:
         return []
     algorithm, source = settings.algorithm, old_log_probs_source(settings)

@@ -19,7 +19,7 @@ FORM = "write section.setting=VALUE,VALUE, as critic.loss=mse,hl_gauss, and a li
 _PATH = r"[a-z_0-9]+(?:\.[a-z_0-9]+)*"
 _MORE = re.compile(rf"\+(?={_PATH}=)")
 _COMMA = re.compile(",")
-_PLAIN, _LONGEST = re.compile(r"[\w.+=, -]+", re.ASCII), 100  # of names that directories have nearly unchanged
+_PLAIN, _LONGEST = re.compile(r"[\w.+=, -]+", re.ASCII), 100  # of names that directories keep nearly unchanged
 
 
 def _form(values: tuple[str, ...]) -> str | None:
@@ -39,7 +39,7 @@ def _split(text: str, separator: re.Pattern[str]) -> list[str] | None:
     while place < len(text):
         char = text[place]
         if quote:
-            place += char == "\\" and quote == '"'  # the next one is no end of the text
+            place += char == "\\" and quote == '"'  # an escaped character ends no text
             quote = "" if char == quote else quote
         elif char in "\"'" and text[:place].rstrip()[-1:] in ("", *",[{=+"):  # else an apostrophe
             quote = char
@@ -69,14 +69,15 @@ class CompareSettings:
 
 @attrs.frozen
 class Variant:
-    """The settings of one variant that differ from the file's, by path, and what it is called."""
+    """The settings of one variant that differ from the file's, by path, and its name."""
 
     name: str
     changes: dict[str, Any]
 
     @property
     def directory(self) -> str:
-        """The name of its directory, of characters that need no quotes; of a long or an unusual name with a digest."""
+        """The name of its directory, in characters that need no quotes; with a digest if the variant's name is long or
+        unusual."""
         plain = re.sub(r"[^\w.+-]+", "_", self.name.replace(", ", "_").replace("=", "-"), flags=re.ASCII).replace(
             "-_", "-"
         )
@@ -86,7 +87,7 @@ class Variant:
 
 
 def variants(vary: Sequence[str]) -> list[Variant]:
-    """All combinations of the values, in the order of the last one first."""
+    """All combinations of the values; those of the last setting vary fastest."""
     axes = [list(_values(text)) for text in vary]
     return [
         Variant(", ".join(name for name, _ in chosen), {k: v for _, changes in chosen for k, v in changes.items()})
@@ -95,7 +96,7 @@ def variants(vary: Sequence[str]) -> list[Variant]:
 
 
 def _values(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each value of a setting, with what else it changes, and its name."""
+    """The name and the changes of each value of a setting, changes of further settings included."""
     kinds = files.paths()
     path, _, values = text.partition("=")
     for value in _split(values, _COMMA) or []:
@@ -105,12 +106,12 @@ def _values(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read(word: str, kind: Any) -> Any:
-    """The value of a setting of this type, as a flag would give it: the words of a list stand between blanks."""
+    """Parse a value as a flag of this type would; blanks separate the words of a list."""
     return value_of_words(word.split() if is_list(kind) and read(word) == word else [word], kind)
 
 
 def changed(settings: TrainSettings, variant: Variant, seed: int, directory: str) -> TrainSettings:
-    """The settings of one run of a variant. Raises SettingsError for paths and values that there are not."""
+    """The settings of one run of a variant. Raises SettingsError for invalid paths and values."""
     own = ("seed", "output_dir")
     wrong = [f"{path}: fppo compare sets it; give --seeds and --out" for path in variant.changes if path in own]
     try:

@@ -38,7 +38,7 @@ from fppo.workers.imports import imported
 
 Functions = Mapping[str, tuple[str, ...]]  # by name, the functions of a part as module:function
 _KINDS = {"float": float, "Scalar": float, "int": int, "bool": bool, "str": str, "Callable": Callable}
-_TENSORS = ("Tensor", "Tokens", "Rows")  # beside a number, what scripts may give in its place
+_TENSORS = ("Tensor", "Tokens", "Rows")  # types that scripts may give in place of a number
 
 
 class Component(Protocol):
@@ -89,7 +89,7 @@ def parts(section: Any, prefix: str = "") -> Iterator[tuple[str, Component, Func
 
 
 def part_problems(settings: Any) -> Problems:
-    """Unknown names of parts, keywords that their functions do not take, lack, or take of another type."""
+    """Unknown names of parts, and keywords that are unknown, missing or of a wrong type."""
     for path, part, table in parts(settings):
         if part.name and ":" not in part.name and part.name not in table:
             kind = attrs.fields_dict(type(part))["name"].metadata["kind"].split(" ", 1)[1]
@@ -113,7 +113,7 @@ def _no_keyword(function: str, name: str, names: Sequence[str]) -> str:
 
 
 def called_with(value: Any, keyword: Keyword | None) -> Any:
-    """The value that a function is called with for one of a file: "none" is None, and a list a tuple."""
+    """Convert a value of a file to a function's argument: "none" to None, and a list to a tuple."""
     if keyword is None or keyword.kind is Any:
         return tuple(value) if isinstance(value, list) else value
     if value == "none" and _is_optional(keyword.kind):
@@ -128,8 +128,8 @@ def _is_optional(kind: Any) -> bool:
 def keyword_problems(
     path: str, function: str, keywords: Mapping[str, Any], table: Functions, own: Sequence[str] = ()
 ) -> Problems:
-    """Keywords that a function does not take, lacks, or takes of another type, as far as its source says; `own` are
-    settings beside them."""
+    """Keywords that are unknown, missing or of a wrong type, as far as the function's source says; `own` are other
+    settings of the same section."""
     signature = signature_of(function, table)
     if signature is None:
         return
@@ -166,7 +166,7 @@ def requires(part: Component, table: Functions, name: str) -> bool:
 def signature_of(name: str, table: Functions) -> Signature | None:
     """The parameters of the functions of that name, together.
 
-    None where the source does not say: for what is no plain function of a module, or takes any keyword.
+    None if the source does not say: if one is no plain function of a module, or takes any keyword.
     """
     found: list[Signature] = []
     for function in table.get(name, (name,)):
@@ -193,7 +193,7 @@ def source_of(module: str) -> Path | None:
 
 
 def spec_of(module: str) -> ModuleSpec | None:
-    """Where a module is, without importing the packages around it."""
+    """The spec of a module, found without importing the packages around it."""
     first, *rest = module.split(".")
     spec, name = importlib.util.find_spec(first), first
     for part in rest:
@@ -206,7 +206,8 @@ def spec_of(module: str) -> ModuleSpec | None:
 
 @functools.lru_cache(maxsize=256)
 def _signature_in(path: Path, changed: int, name: str) -> Signature | None:
-    """The signature of a plain function in a file that was `changed` then."""
+    """The signature of a plain function or class in a file; `changed` is the file's time of modification, for the
+    cache."""
     try:
         body = ast.parse(path.read_bytes()).body
     except (SyntaxError, ValueError, OSError, RecursionError):
@@ -234,7 +235,7 @@ def _signature_in(path: Path, changed: int, name: str) -> Signature | None:
 
 
 def _made_by(node: ast.FunctionDef | ast.ClassDef) -> ast.FunctionDef | None:
-    """The function itself, or what makes an instance of a class, if its own body says so."""
+    """The function itself, or the `__init__` of a class if its own body has one."""
     if isinstance(node, ast.FunctionDef):
         return node
     return next((x for x in node.body if isinstance(x, ast.FunctionDef) and x.name == "__init__"), None)

@@ -76,10 +76,9 @@ def examined(
 ) -> tuple[TrainSettings, list[Problem]]:
     """The settings of a TOML file (none: the defaults) with command-line `overrides`, and all problems with them.
 
-    `look` says what is wrong with them beside the problems that are known, as with the files that they name.
-    Those that a run has written are of the run in the directory `run` (none: the file's own directory, if a run has
-    written it), wherever that was moved or copied to.
-    A malformed value is a problem, and its setting has the default. Raises SettingsError for what is no TOML file.
+    `look` finds further problems, such as in the files that settings name. Settings that a run has written are adapted
+    to where the run is now: in the directory `run` (none: the file's own directory, if a run has written it).
+    A malformed value is a problem, and its setting has the default. Raises SettingsError for a file that is not TOML.
     """
     values = {} if path is None else read_toml(path)
     settings, problems = read_section(TrainSettings, values, known=list(paths()))
@@ -95,13 +94,13 @@ def examined(
     known = {problem.path for problem in problems}  # a malformed value was replaced by its default
     problems += [p for p in checks.problems(settings) if p.path not in known]
     problems += _absent(settings.module_dirs, remembered)
-    if not any(checks.text_problems(settings)):  # else nothing can be asked about such a path
+    if not any(checks.text_problems(settings)):  # else such a path cannot be looked up
         problems += [p for p in look(settings, problems) if p.path not in known]
     return settings, problems
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a file in UTF-8, without the mark that some editors put before it. Raises UnicodeDecodeError."""
+    """The text of a file in UTF-8, without a byte-order mark. Raises UnicodeDecodeError."""
     content = Path(path).read_bytes()
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise UnicodeDecodeError("utf-8", content, 0, 2, "it is UTF-16; save it as UTF-8")
@@ -174,7 +173,7 @@ def override(settings: TrainSettings, arguments: Sequence[str]) -> tuple[TrainSe
 def unescaped(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     r"""Values of `ESCAPED` that the command line changed, by path: \n is a new line and \t a tab; \\n stays \n.
 
-    Raises WrongSetting for a command of LaTeX that begins so, which may be meant.
+    Raises WrongSetting for a command of LaTeX that begins with \n or \t, since it may be meant.
     """
     changed = [path for path in ESCAPED if now[path] != before[path]]
     return {
@@ -196,7 +195,7 @@ def _unescaped(path: str, text: str) -> str:
 
 
 def _changed(settings: TrainSettings, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as nested tables with some changed, by their paths; a part by another name has no old keywords.
+    """The settings as nested tables with some changed, by their paths; a part with a new name loses its old keywords.
 
     Raises WrongSetting for a path through a value.
     """
@@ -260,7 +259,7 @@ def save(settings: TrainSettings, path: str | os.PathLike[str]) -> None:
 
 
 def relocated(settings: TrainSettings, directory: str | os.PathLike[str]) -> TrainSettings:
-    """The settings of a run whose output_dir is `directory` now: what they name inside of it is there too."""
+    """The settings of a run that is in `directory` now: paths inside of its old output_dir are moved there."""
     return replace(settings, _moves(flat(to_dict(settings)), directory))
 
 
@@ -279,9 +278,9 @@ def differing(settings: TrainSettings, defaults: TrainSettings) -> dict[str, Any
 
 
 def changes(old: Mapping[str, Any], new: TrainSettings) -> dict[str, tuple[Any, Any]]:
-    """Old and new value, by their paths, of what differs between a run's tables in TOML and its settings now.
+    """(old, new) by path of the settings that differ between a run's tables in TOML and its settings now.
 
-    Where the run stands, and `resume`, which says how one start of it was asked for, are none of its settings.
+    The run's location does not count, nor does `resume`, which belongs to a single start.
     """
     before, now = flat(old), flat(to_dict(new))
     for values in (before, now):
@@ -291,7 +290,7 @@ def changes(old: Mapping[str, Any], new: TrainSettings) -> dict[str, tuple[Any, 
 
 
 def _moves(values: Mapping[str, Any], directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """New values, by their paths, of the settings of a run that stands in `directory` now."""
+    """New values, by their paths, of a run's settings that name places, if the run is in `directory` now."""
     new, old = os.fspath(directory), os.path.abspath(values.get("output_dir", directory))
 
     def moved(path: str) -> str:
@@ -319,10 +318,10 @@ def paths(cls: type = TrainSettings, prefix: str = "") -> Mapping[str, Any]:
 
 
 def _remember_modules(settings: TrainSettings, path: str | os.PathLike[str] | None) -> TrainSettings:
-    """The settings with where their own functions are sought, if they name any and do not say it.
+    """Set `module_dirs`, if it is not set and the settings name functions of the user's.
 
-    That is beside the file at `path` and in the working directory as they are now, so that a run which goes on from its
-    output_dir finds what it began with.
+    The directories are that of the file at `path` and the present working directory, so that a run that goes on from
+    its output_dir finds the same modules.
     """
     if settings.module_dirs or not own_functions(settings):
         return settings
@@ -331,7 +330,7 @@ def _remember_modules(settings: TrainSettings, path: str | os.PathLike[str] | No
 
 
 def _absent(module_dirs: Sequence[str], remembered: Sequence[str]) -> list[Problem]:
-    """The directories of modules that are not there, but for those that a run has `remembered`."""
+    """A problem if directories of modules do not exist, except those that a run has `remembered`."""
     given = [name for name in module_dirs if name not in remembered and place(name) is None and "\0" not in name]
     absent = [name for name in given if not os.path.isdir(name)]
     text = "there is no such directory; give one that is there, or leave it out"
@@ -339,7 +338,7 @@ def _absent(module_dirs: Sequence[str], remembered: Sequence[str]) -> list[Probl
 
 
 def _toml_lines(table: Mapping[str, Any], prefix: str, plain: Mapping[str, Any]) -> list[str]:
-    """The lines of a table below `prefix`; tables of names that are not ours are among the `plain` settings."""
+    """The lines of a table below `prefix`; a table among the `plain` settings, with names of the user's, is a value."""
 
     def is_section(name: str, value: Any) -> bool:
         return isinstance(value, Mapping) and f"{prefix}{name}" not in plain

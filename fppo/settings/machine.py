@@ -12,7 +12,7 @@ from fppo.settings.placement import places_of, pools_here
 from fppo.settings.train import TRACKERS, TrainSettings
 
 _DEVICES = Path("/dev")
-_OTHERS = ("dxg", "kfd", "nvgpu", "nvhost-gpu", "nvmap")  # GPUs that no file each stands for
+_OTHERS = ("dxg", "kfd", "nvgpu", "nvhost-gpu", "nvmap")  # devices that do not tell how many GPUs there are
 
 
 def machine_problems(settings: TrainSettings, ranks: int, *, visible: str | None) -> Problems:
@@ -62,7 +62,7 @@ def _installed(package: str) -> bool:
 
 
 def _most_gpus(visible: str | None) -> int | None:
-    """The most GPUs that torch can see here; None where that takes torch to know."""
+    """The most GPUs that torch can see here; None if only torch can tell."""
     if sys.platform != "linux" or any((_DEVICES / name).exists() for name in _OTHERS):
         return None
     count = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in _DEVICES.glob("nvidia*"))

@@ -1,4 +1,4 @@
-"""Functions that settings name: sought, and their files read, but nothing of them runs, so this takes no time."""
+"""Functions that settings name: their modules are found and read, but not run, so this takes no time."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from fppo.workers.imports import search
 from fppo_kernels.table import BUILTIN
 
 _SECTIONS = {"model": ModelSettings, "algorithm": AlgorithmSettings}
-KERNELS = {  # by the settings that name one, what they may say
+KERNELS = {  # the allowed names of each setting for a kernel
     f"{section}.{field.name}": (*([AUTO] if field.default == AUTO else []), *BUILTIN[field.name])
     for section, cls in _SECTIONS.items()
     for field in attrs.fields(cls)
     if field.name in BUILTIN
 }
-# what may give a module names that its file does not spell
+# words by which a file may define names that it does not spell
 _INDIRECT = {"globals", "locals", "vars", "setattr", "exec", "eval", "__dict__", "__getattr__"}
 
 
 def kernels_named(settings: TrainSettings) -> dict[str, str]:
-    """By the settings of `KERNELS`, the kernels that they name."""
+    """The kernel that each setting of `KERNELS` names, by setting."""
     paths = [path.split(".") for path in KERNELS]
     return {f"{section}.{op}": getattr(getattr(settings, section), op) for section, op in paths}
 
 
 def own_functions(settings: TrainSettings) -> list[tuple[str, str]]:
-    """(setting, value) of what names a function of the user's, as module:function."""
+    """(setting, name) of each setting that names a function of the user's, as module:function."""
     data, turns, environment = settings.data, settings.rollout.turns, settings.rollout.environment
     named = [
         *((f"{path}.name", part.name) for path, part, _ in parts(settings)),
@@ -54,8 +54,8 @@ def own_functions(settings: TrainSettings) -> list[tuple[str, str]]:
 
 
 def module_problems(settings: TrainSettings) -> list[Problem]:
-    """Functions that are not there: of modules that are nowhere, are no Python, or do not have them; and names that
-    are none of this library's kernels and rewards."""
+    """Problems with functions whose modules are missing, are no Python, or do not have them, and with unknown names of
+    kernels and rewards."""
     lines = []
     for setting, name in kernels_named(settings).items():
         if name and ":" not in name and name not in (known := KERNELS[setting]):

@@ -79,7 +79,7 @@ class MeshSettings(AxesSettings):
 
     @property
     def least_ranks(self) -> int:
-        """The processes that it takes if it cuts parameters over no more than it says."""
+        """The fewest processes for this mesh, with 1 for a `shard` that is not set."""
         return self.others * (self.shard or 1)
 
 
@@ -160,12 +160,12 @@ class Pool(AxesSettings):
 
 
 def pools_of(placement: PlacementSettings) -> dict[str, Pool]:
-    """The pools by name. They must have been found to be right."""
+    """The pools by name. They must be valid."""
     return {name: read_section(Pool, table)[0] for name, table in placement.pools.items()}
 
 
 def places_of(placement: PlacementSettings) -> dict[str, str]:
-    """The pool of each role that is not here."""
+    """The pool of each role outside the controller's process."""
     roles = placement.roles
     places = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference or roles.actor}
     if (engines := engines_in(placement)) is not None:
@@ -186,14 +186,14 @@ def ranks_without_gpus(placement: PlacementSettings) -> bool:
 
 
 def pools_here(placement: PlacementSettings) -> list[Pool]:
-    """The pools whose ranks are on this machine, as far as they say what pools may say."""
+    """The pools whose ranks are on this machine, without invalid ones."""
     tables = [x for x in placement.pools.values() if isinstance(x, Mapping) and not any(pool_problems(x))]
     return [read_section(Pool, table)[0] for table in tables if placement.cluster in MACHINE]
 
 
 def threads_of(placement: PlacementSettings, cores: int) -> dict[str, int]:
-    """The threads of each rank of every pool, where this process has as many threads as there are `cores`: those of one
-    machine share what pools that say theirs leave; those of a cluster at an address have as many as this process."""
+    """The threads of each rank, by pool. On one machine, pools without a number share the `cores` that the others
+    leave; on a cluster at an address, each of their ranks has as many threads as there are `cores` here."""
     pools = pools_of(placement)
     if placement.cluster not in MACHINE:
         return {name: pool.threads or cores for name, pool in pools.items()}

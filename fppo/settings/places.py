@@ -50,8 +50,8 @@ _ROWS = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def place_problems(settings: TrainSettings) -> list[Problem]:
-    """Every file and directory that a setting names and that is not there, or not whole. Names of the hub pass, and
-    names that their own checks refuse."""
+    """Problems with files and directories that settings name and that are missing or incomplete. Names of the hub pass,
+    and names that their own checks refuse."""
     if wrong := list(_names(settings)):
         return wrong
     refused = {problem.path for problem in wrong_values(settings)}
@@ -81,13 +81,14 @@ def _problems(settings: TrainSettings) -> list[Problem]:
 
 
 def _names(settings: TrainSettings) -> Problems:
-    """Yield the settings whose name is empty, which would be that of the working directory, or longer than any is."""
+    """Yield the settings with an empty name, which would stand for the working directory, or with one that is too
+    long."""
     values = files.flat(files.to_dict(settings))
     for setting in (*files.PATHS, "resume", "output_dir"):
         names = values[setting] if isinstance(values[setting], list) else [values[setting]]
         names = [name for name in names if name is not None]
         longest = max((len(os.fsencode(part)) for name in names for part in Path(name).parts), default=0)
-        if "" in names and setting not in ("model.path", "output_dir", "module_dirs"):  # two are told as not set
+        if "" in names and setting not in ("model.path", "output_dir", "module_dirs"):  # two are reported as not set
             yield Problem(
                 setting, values[setting], "an empty name; give a file, a directory or a name, or leave it out"
             )
@@ -99,7 +100,7 @@ def _names(settings: TrainSettings) -> Problems:
 def output_problems(settings: TrainSettings) -> Problems:
     """Yield the reason why a run cannot write to its output_dir, which is not made yet."""
     path, name = Path(settings.output_dir), settings.output_dir
-    if not name:  # told as not set
+    if not name:  # reported as not set
         return
     there = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -112,7 +113,8 @@ def output_problems(settings: TrainSettings) -> Problems:
 
 
 def _in_the_way(directory: Path) -> Iterator[str]:
-    """Yield the problems of names in a directory that a run writes to: of another kind, or not to be written to."""
+    """Yield the problems of what stands in a directory under names that a run writes: of another kind, or not
+    writable."""
     for names, is_right, kind in ((_DIRECTORIES, Path.is_dir, "directory"), (_FILES, Path.is_file, "file")):
         for place in (directory / name for name in names if os.path.lexists(directory / name)):
             if not is_right(place):
@@ -130,8 +132,8 @@ def free_bytes(directory: Path) -> float:
 
 
 def foreign_files(directory: Path, *, inputs: Iterable[Path] = ()) -> list[str]:
-    """The names in a directory that no run has written, and that are neither what a run reads, `inputs`, nor settings,
-    logs or hidden files; none of one that is a run's, whatever else is in it."""
+    """The names in a directory, except a run's outputs and its `inputs`, settings, logs and hidden files; none if the
+    directory is a run's, whatever else is in it."""
     try:
         names = sorted(entry.name for entry in os.scandir(directory))
     except OSError:  # it is not there
@@ -277,7 +279,7 @@ def _tokenizer(name: str, path: str, *, template: bool = False) -> Problems:
     directory, of_model = Path(path), name.endswith(".path")
     if path and (packed := _gguf(path)) is not None:
         if isinstance(packed, str):
-            text = None if of_model else packed  # of a model it is told already
+            text = None if of_model else packed  # of a model it is reported already
         elif "tokenizer.ggml.tokens" not in packed.metadata:
             text = "its header holds no tokenizer" + _advice(name)
         else:
@@ -288,7 +290,7 @@ def _tokenizer(name: str, path: str, *, template: bool = False) -> Problems:
     if not path or not is_local(path):
         return
     if not directory.is_dir():
-        if not of_model:  # which is told already
+        if not of_model:  # which is reported already
             yield Problem(name, path, _missing(directory))
     elif not of_model or (directory / _CONFIG).exists():
         there = [directory / file for file in TOKENIZER_FILES if (directory / file).exists()]
@@ -354,8 +356,8 @@ def _missing(place: Path) -> str:
 
 
 def row_problems(settings: TrainSettings, *, imitates: bool = False) -> list[Problem]:
-    """The fields that no row has, and the faulty rows, of the data sets that are files here; of large ones the first
-    rows alone are looked at. `imitates`: the rows are demonstrations."""
+    """Problems with data sets in local files: fields that no row has, and faulty rows; of large ones only the first
+    rows are read. `imitates`: the rows are demonstrations."""
     data, noted, found = settings.data, RowProblems(), list[tuple[str, str]]()
     fields, needed = data.fields, data.fields.needed | {"data.teacher_prompt": data.teacher_prompt}
     if imitates:
@@ -380,12 +382,12 @@ def row_problems(settings: TrainSettings, *, imitates: bool = False) -> list[Pro
 
 
 def _are_rows(paths: Sequence[str]) -> bool:
-    """Whether a data set is of files here that hold rows."""
+    """Whether a data set consists of local files of rows."""
     return bool(paths) and all(Path(path).is_file() and Path(path).suffix.lower() in FORMATS for path in paths)
 
 
 def token_problems(settings: TrainSettings) -> list[Problem]:
-    """Ids among the stop tokens that a tokenizer here does not have."""
+    """A problem if a local tokenizer does not have all ids of the stop tokens."""
     given = settings.rollout.stop_token_ids
     file = Path(settings.model.tokenizer or settings.model.path) / "tokenizer.json"
     if not given or not file.exists():

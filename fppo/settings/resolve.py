@@ -1,11 +1,11 @@
 """Resolution of the settings that say "auto" on a machine: one place, and a pure function of the machine.
 
-On a CPU they are float32, and a vLLM that starts at once. There a run that is long enough, or `model.cpp`, has kernels
-in C++, where the model has places for them; others have `sdpa`, `chunked` and layers of the model's own code. Linear
-layers multiply by oneDNN where that is faster. With `rollout.exact` they do so everywhere, and the kernels are in C++.
-On a GPU they are bfloat16 (parameters and moments stay float32), `varlen`, `triton` for log-probs and inside the
-layers, graphs of passes of few tokens, and a vLLM that captures graphs; what does not run there gives way to what runs
-everywhere, for attention and log-probs with a line that says why. Where old log-probs come from is here too.
+On a CPU passes are in float32, and vLLM captures no graphs. Kernels are in C++ for a run that is long enough, or with
+`model.cpp`, where the model has places for them; else they are `sdpa`, `chunked` and the model's own layers. Linear
+layers multiply by oneDNN where that is faster. With `rollout.exact` they always do, and the kernels are in C++.
+On a GPU passes are in bfloat16 (parameters and moments stay float32), with `varlen` attention, `triton` for log-probs
+and inside the layers, graphs of passes of few tokens, and a vLLM that captures graphs. Kernels that do not run there
+give way to those that run everywhere; for attention and log-probs a line says why. Old log-probs get their source here.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _BFLOAT16 = (8, 0)  # the compute capability from which on GPUs multiply in bflo
 class Machine:
     """A machine: the kind of its device, a GPU's compute capability, and reasons against kernels, by "op/name".
 
-    For `model.cpp = "auto"`: whether the run is long enough to compile kernels for, and the reason against that. For
-    `model.linear = "auto"`: whether oneDNN multiplies float32 matrices of the policy's width faster than torch.
+    `compiles` (for `model.cpp = "auto"`): whether the run is long enough to compile kernels; `no_compiler`: why that is
+    impossible. `onednn` (for `model.linear = "auto"`): whether oneDNN multiplies float32 matrices of the policy's width
+    faster than torch.
     """
 
     device: str = "cpu"
@@ -49,7 +50,7 @@ CPU = Machine()
 
 
 def compute_dtype(machine: Machine) -> tuple[str, list[str]]:
-    """The dtype of forward and backward passes, and what to say of it."""
+    """The dtype of forward and backward passes, and lines on the choice."""
     if machine.device == "cpu" or machine.capability >= _BFLOAT16:
         return "float32" if machine.device == "cpu" else "bfloat16", []
     had = ".".join(map(str, machine.capability))
@@ -58,7 +59,7 @@ def compute_dtype(machine: Machine) -> tuple[str, list[str]]:
 
 
 def takes_cpp(model: ModelSettings, machine: Machine, dtypes: set[str]) -> tuple[bool, list[str]]:
-    """Whether kernels are in C++ on a CPU, and what to say of it."""
+    """Whether kernels are in C++ on a CPU, and lines on the choice."""
     if model.cpp != AUTO:
         return model.cpp, []
     wanted = machine.device == "cpu" and machine.compiles and "float16" not in dtypes
@@ -68,8 +69,8 @@ def takes_cpp(model: ModelSettings, machine: Machine, dtypes: set[str]) -> tuple
 
 
 def kernel(op: str, machine: Machine, dtypes: set[str], *, cpp: bool = False) -> tuple[str, list[str]]:
-    """The kernel for "attention", "decode_attention" or "log_probs" of models that run in these dtypes, on a CPU one in
-    C++ where `cpp` asks for it, and what to say of it."""
+    """The kernel for "attention", "decode_attention" or "log_probs" of models that run in these dtypes, and lines on
+    the choice. On a CPU it is in C++ only if `cpp` asks for it."""
     plain, fast = _PLAIN[op], "cpp" if machine.device == "cpu" else _FAST[op]
     if machine.device == "cpu" and not cpp:
         return plain, []
@@ -101,9 +102,9 @@ def linear_kernel(settings: TrainSettings, machine: Machine, dtypes: set[str]) -
 
 
 def resolved(settings: TrainSettings, machine: Machine) -> tuple[TrainSettings, list[str]]:
-    """The settings with a value for each that says auto, and why it is not the usual one where it is not.
+    """Replace every `auto` by its value on the machine; the lines say why a value is not the usual one.
 
-    Settings without any are returned as they are. `digest.every` is not among them: it depends on the model.
+    Settings without `auto` are returned as they are. `digest.every` is left out: it depends on the model.
     """
     model, lines = settings.model, []
     if model.compute_dtype == AUTO:
@@ -139,8 +140,8 @@ def _vllm(section: VllmSettings, machine: Machine) -> VllmSettings:
 
 
 def records(s: TrainSettings) -> bool:
-    """Whether settings for a GPU that leave it open record passes: where nothing hinders it, and where memory between
-    updates is not kept for others."""
+    """Whether `model.graphs = "auto"` records passes on a GPU: if nothing hinders it, and memory between updates is not
+    kept for others."""
     shared = "vllm" in (s.rollout.engine, s.reward.judge.engine) or s.model.offload != "none"
     return s.model.attention in BY_DEVICE and not shared and not hindrances(s)
 
@@ -164,7 +165,7 @@ def hindrances(s: TrainSettings) -> list[tuple[str, Any, str]]:
 
 
 def old_log_probs_source(settings: TrainSettings) -> OldLogProbs:
-    """Where old log-probs come from; "auto" if every step sees whether the engine's will do."""
+    """The source of old log-probs; "auto" if every step checks whether the engine's suffice."""
     asked = settings.algorithm.old_log_probs
     if settings.rollout.exact:
         return "engine"
@@ -198,7 +199,7 @@ def has_equal_log_probs(settings: TrainSettings) -> bool:
 
 
 def engine_is_apart(settings: TrainSettings) -> list[str]:
-    """Why rows are sampled from anything but the policy that is updated; empty if they differ by rounding alone."""
+    """Reasons why rows are not sampled from the policy that is updated; empty if the two differ by rounding alone."""
     rollout, reasons = settings.rollout, []
     if rollout.engine != "embedded":
         reasons.append(f"rollout.engine = {rollout.engine} is a copy of the policy, which computes otherwise")
@@ -222,9 +223,9 @@ def passes_besides(settings: TrainSettings) -> list[str]:
 
 
 def passes_before_update(s: TrainSettings) -> list[str]:
-    """Why the old log-probs must be there before the update, instead of from its own pass; empty if they need not.
+    """Reasons why old log-probs are needed before the update, and not from its own pass; empty if they are not.
 
-    Its own pass will do where the ratio of new to old is 1 all along, and nothing else asks for the old ones.
+    Its own pass suffices if the ratio of new to old stays 1, and nothing else needs the old ones.
     """
     correction, reasons = s.algorithm.correction, []
     size, n = s.rollout.batch_size, s.rollout.n

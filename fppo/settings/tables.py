@@ -28,7 +28,7 @@ ESTIMATORS: Functions = {  # of columns of the batch, by their names
 VALUE_HEADS: Functions = {
     **{name: (f"fppo.losses.value:{name}_head",) for name in ("mse", "huber", "hl_gauss", "two_hot", "quantile")},
 }
-OPTIMIZERS: Functions = {  # of a schedule
+OPTIMIZERS: Functions = {  # called with a schedule
     "adamw": ("fppo.steps.optimizers:adamw",),
     "sgd": ("fppo.steps.optimizers:sgd",),
     "lion": ("fppo.steps.optimizers:lion",),
@@ -39,13 +39,13 @@ CORRECTIONS: Functions = {  # of old log-probs, the engine's log-probs and the m
     "rollout": ("fppo.losses.correction:rollout_correction",),
 }
 _CURRICULUM = "fppo.data.curriculum"
-CURRICULA: Functions = {  # of keywords alone, for a curriculum
+CURRICULA: Functions = {  # called with keywords alone, to make a curriculum
     "none": (),
     **{name: (f"{_CURRICULUM}:{name}",) for name in ("learnability", "easy_to_hard", "mixture")},
 }
 _ADAPTERS = "fppo.environments.adapters"
 AGENT = "agent"  # no environment, but a program that plays episodes of its own
-ENVIRONMENTS: Functions = {  # of keywords alone, for an environment
+ENVIRONMENTS: Functions = {  # called with keywords alone, to make an environment
     "none": (),
     "reasoning_gym": (f"{_ADAPTERS}.reasoning:ReasoningGym",),
     "textarena": (f"{_ADAPTERS}.arena:TextArena",),

@@ -1,4 +1,4 @@
-"""Values of settings, as files hold them and as words of a command line: read, and taken as they are."""
+"""Values of settings, read from files and from words of a command line, without conversion between types."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ RENAMED = {
 def read_section(
     cls: type, values: Mapping[str, Any], prefix: str = "", *, known: Sequence[str] = ()
 ) -> tuple[Any, list[Problem]]:
-    """An instance of the section `cls`, with defaults in place of what is wrong, and the problems: our own walk over
-    sections, so that one bad value hides no other. `known` are the paths of all settings, for hints."""
+    """An instance of the section `cls`, with defaults in place of wrong values, and the problems. Sections are walked
+    one by one, so that one bad value hides no other. `known` are the paths of all settings, for hints."""
     fields = kinds_of(cls)
     others = {name: value for name, value in values.items() if name not in fields}
     is_part = table_of(cls) is not None
@@ -83,7 +83,7 @@ def read_section(
 
 
 def _listed(value: Any, kind: Any) -> Any:
-    """One value stands for a list of it."""
+    """Put a single value into a list, if the setting holds a list."""
     return [value] if is_list(kind) and value is not None and not isinstance(value, list | tuple) else value
 
 
@@ -114,7 +114,7 @@ def _nearest_choice(value: Any, kind: Any) -> str:
 
 @functools.cache
 def converter() -> cattrs.Converter:
-    """Takes values as they are: no text for a number, no fraction for an integer, as plain conversion would."""
+    """A converter that takes values as they are: no text for a number, and no fraction for an integer."""
     own = cattrs.Converter()
 
     def exactly(*kinds: type) -> Callable[[Any, Any], Any]:
@@ -150,7 +150,7 @@ def described(kind: Any) -> str:
 
 
 def _is_choice_or(kind: Any) -> bool:
-    """Whether it is a choice of words beside another type, as in Literal["auto"] | int, which may be None, too."""
+    """Whether a type is a choice of words or another type, as in Literal["auto"] | int, and perhaps None."""
     kinds = _without_none(kind)
     return len(kinds) == 2 and get_origin(kinds[0]) is Literal
 
@@ -172,7 +172,7 @@ def is_list(kind: Any) -> bool:
 
 
 def words_given(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Problem]]:
-    """The words behind each flag, by its path, and the problems: `--data.path a b` gives {"data.path": ["a", "b"]}."""
+    """The words after each flag, by its path, and the problems: `--data.path a b` gives {"data.path": ["a", "b"]}."""
     words: dict[str, list[str]] = {}
     problems: list[Problem] = []
     behind: list[str] | None = None
@@ -200,9 +200,9 @@ def switched(words: Mapping[str, list[str]], kinds: Mapping[str, Any]) -> dict[s
 
 
 def value_of_words(words: Sequence[str], kind: Any) -> Any:
-    """The value of a setting of this type that words stand for; Any: as TOML has it, else a text.
+    """Parse words as the value of a setting of this type; for Any as TOML, or else as a text.
 
-    Raises ValueError, whose text completes "SETTING WORDS: ", for a number of words that is none of the type's.
+    Raises ValueError, whose text completes "SETTING WORDS: ", for a wrong number of words.
     """
     if kind is Any:
         values = [read(word) for word in words]
