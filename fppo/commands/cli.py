@@ -206,11 +206,11 @@ def _eval(rest: Sequence[str]) -> int | None:
     run, overrides = file_and_overrides(own, "eval")
     if run is None:
         raise UsageError("give the output_dir of a run: fppo eval RUN")
-    file = None if run is None else Path(run) / files.SETTINGS
-    if file is not None and not file.exists():
+    file = Path(run) / files.SETTINGS
+    if not file.exists():
         raise UsageError(f"{file}: no such file; give the output_dir of a run")
     settings = files.load(file, overrides, run=run)
-    if run is not None and settings.output_dir != run:
+    if settings.output_dir != run:
         raise UsageError(f"--output-dir {settings.output_dir}: fppo eval reads the run {run}; leave the flag out")
     if processes.nproc is None and not any(argument.startswith("--mesh.") for argument in own):
         settings = attrs.evolve(settings, mesh=MeshSettings())  # any mesh reads checkpoints of any other

@@ -287,7 +287,7 @@ def _pieces(template: str) -> list[tuple[str, str | None, str | None, str | None
     try:
         return list(string.Formatter().parse(template))
     except ValueError as error:
-        raise ValueError(f"prompt = {template!r} is not a template: {error}; write {{{{ for a brace") from error
+        raise ValueError(f"{template!r} is not a template: {error}; write {{{{ for a brace") from error
 
 
 def fill(template: str, fields: Mapping[str, Any]) -> str:
@@ -298,7 +298,7 @@ def fill(template: str, fields: Mapping[str, Any]) -> str:
         if name is None:
             continue
         if not name or specification or conversion:
-            raise ValueError(f"prompt = {template!r}: each {{}} holds the name of a field and nothing else")
+            raise ValueError(f"the template {template!r}: each {{}} holds the name of a field and nothing else")
         value = lookup(fields, name)
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise BadField(f"field {name!r}: {_kind(value)}, not text")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fppo.models.seams import take_place
 from fppo.runtime.layout import Cut
 from fppo_kernels import collectives
 from fppo_kernels.collectives import Axis
@@ -42,11 +43,7 @@ class _Seam(nn.Module):
 
     def __init__(self, inner: nn.Module, region: Region) -> None:
         super().__init__()
-        for name, value in vars(inner).items():  # layers read attributes of their attention
-            if not name.startswith("_") and name not in vars(self):
-                setattr(self, name, value)
-        self._modules, self._parameters, self._buffers = inner._modules, inner._parameters, inner._buffers
-        self._non_persistent_buffers_set = inner._non_persistent_buffers_set
+        take_place(self, inner)
         self._inner = (inner,)  # in a tuple, it is no child
         self.region = region
 

@@ -237,7 +237,7 @@ class Built:
         for known, stage, count, phases in self._runs:
             if (stage, count) == (name, layers) and known == case:
                 return phases
-        self._runs = [(case, name, layers, make()), *self._runs[:KEPT]]
+        self._runs = [(case, name, layers, make()), *self._runs[: KEPT - 1]]
         return self._runs[0][3]
 
     def _prepared(self, case: Case, name: str, layers: int | None, mesh: Mesh) -> models.Prepared:

@@ -15,8 +15,6 @@ from fppo.runtime.mesh import AXES, Mesh, gather_objects, is_first, place_on
 from fppo.steps.ranks import deal
 from fppo.workers.sample import Outcome, Sample
 
-ALL = AXES
-
 
 @attrs.frozen
 class SpreadRewardRunner:
@@ -40,10 +38,10 @@ class SpreadRewardRunner:
         numbers = range(len(samples))
         together = [list(members) for _, members in groupby(numbers, groups.__getitem__ if groups else None)]
         shares = [[i for place in share for i in together[place]] for share in deal(len(together), self.mesh)]
-        own = self.runner.outcomes([samples[number] for number in shares[place_on(self.mesh, ALL)]])
+        own = self.runner.outcomes([samples[number] for number in shares[place_on(self.mesh, AXES)]])
         ranks = [own]
         if len(shares) > 1:
-            texts = gather_objects(own, self.mesh, ALL, self.device)
+            texts = gather_objects(own, self.mesh, AXES, self.device)
             ranks = [{name: [Outcome(*each) for each in column] for name, column in text.items()} for text in texts]
         outcomes = {name: _in_order([outcome for rank in ranks for outcome in rank[name]], shares) for name in own}
         results = results_of(self.terms, outcomes, samples)

@@ -31,6 +31,7 @@ from fppo.rollout.decoder import PACKED, Decoder, decoder_of
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.exact import check_exact_engine, head_log_probs, rounded_product
 from fppo.rollout.opened import EmbeddedRequests, LoadedPolicy
+from fppo.rollout.places import ALIGNED, CHUNK
 from fppo.rollout.reading import groups_within, tried
 from fppo.rollout.records import (
     DrawnStep,
@@ -67,10 +68,8 @@ from fppo_kernels.linear.plain import plain
 from fppo_kernels.padding import Packed, unpad
 from fppo_kernels.table import Kernels
 
-_CHUNK = 128  # columns by which the cache first exceeds the prompts
 _COMPACT = 0.9  # finished rows leave when the live share falls below; 0.6 to 1 measured the same within 5 %
 _HALF = 0.5  # the same for recorded steps, since a recording takes as long as several steps
-_ALIGNED = 64
 
 
 @attrs.frozen(kw_only=True)
@@ -389,7 +388,7 @@ def _decode(
     rows, sampling = wave.rows, ask.sampling
     most, width = max(wave.limits), wave.mask.shape[1]
     total = width + most
-    columns = _room(policy, min(total, width + _CHUNK))
+    columns = _room(policy, min(total, width + CHUNK))
     after, cache, states, asked = _prefill(policy, wave, columns, fed)
     stops = _stop_table(sampling, policy.columns.size, rows.device)
     pads = wave.each(width - wave.mask.sum(1, keepdim=True))
@@ -403,10 +402,10 @@ def _decode(
     ends = bool(sampling.stop_token_ids) or reader is not None or min(wave.limits) < most
     steps = Steps(policy.scores)
     for t in range(most):
-        if t % _CHUNK == 0:
-            places = ask.offset + torch.arange(t, min(t + _CHUNK, most), device=rows.device)
+        if t % CHUNK == 0:
+            places = ask.offset + torch.arange(t, min(t + CHUNK, most), device=rows.device)
             uniforms = ask.key.uniform(wave.row_ids[rows], places)
-        drawn = draw(after.logits, uniforms[:, t % _CHUNK], sampling, policy.columns)
+        drawn = draw(after.logits, uniforms[:, t % CHUNK], sampling, policy.columns)
         step = DrawnStep(rows, t, *drawn)
         steps.add(step, after.hidden)
         stopped = stops[drawn.tokens] if ends or on_step is not None else done
@@ -447,7 +446,7 @@ def _steps(
 def _room(policy: DecodingPolicy, columns: int) -> int:
     """The columns to allocate for `columns`. A recorded step reads all of them, so they are rounded up to suit
     kernels."""
-    return columns if policy.record is None else -(-columns // _ALIGNED) * _ALIGNED
+    return columns if policy.record is None else -(-columns // ALIGNED) * ALIGNED
 
 
 def _compact_(live: LiveRows, keep: Tensor, holes: Tensor, used: int) -> LiveRows:
@@ -458,7 +457,7 @@ def _compact_(live: LiveRows, keep: Tensor, holes: Tensor, used: int) -> LiveRow
 
 def _grow_(live: LiveRows, policy: DecodingPolicy, used: int, most: int) -> LiveRows:
     """Widen the rows' cache beyond its `used` columns, to at most `most`."""
-    columns = _room(policy, min(most, used + max(_CHUNK, used // 2)))
+    columns = _room(policy, min(most, used + max(CHUNK, used // 2)))
     caches.grow_(live.cache, used, columns, zeroed=policy.record is not None)
     return live._replace(columns=columns)
 

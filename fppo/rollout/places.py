@@ -34,7 +34,7 @@ class ServedAdapter(NamedTuple):
 
 
 CHUNK = 128  # columns by which the banks grow at least
-_ALIGNED = 64  # columns of recorded steps, as kernels read them best
+ALIGNED = 64  # columns of recorded steps, as kernels read them best
 _FEWEST = 8  # rows of recorded steps
 
 
@@ -232,7 +232,7 @@ class RowPlaces:
         most half more than the longest row may have."""
         wanted = column + max(CHUNK, column // 2)
         bounded = max(min(wanted, most + max(CHUNK, most // 2)), column + 1)
-        return bounded if self._recorder is None else -(-bounded // _ALIGNED) * _ALIGNED
+        return bounded if self._recorder is None else -(-bounded // ALIGNED) * ALIGNED
 
     def _rebase(self, room: tuple[int, int], by: int) -> None:
         """Move all rows by `by` columns, into banks of `room` rows and columns; if the banks stay the same, a recorded

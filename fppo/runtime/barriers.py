@@ -19,7 +19,7 @@ def wait_asleep() -> None:
     """
     if "torch" in sys.modules:
         raise RuntimeError(
-            "torch is loaded already, and OpenMP has read its settings:  call wait_asleep() before the first import "
+            "torch is loaded already, and OpenMP has read its settings; call wait_asleep() before the first import "
             "of torch, or start the script with OMP_WAIT_POLICY=PASSIVE"
         )
     choose_waiting(os.environ)

@@ -94,7 +94,6 @@ class AnswerPlan:
     new: tuple[int, ...]  # those of them that its row does not have yet
     request: Request
     asked: NewTurn
-    options: AnswerOptions
     index: int  # among the answers to a request
 
 
@@ -319,7 +318,6 @@ class Service:
                 new=prompt if start.row is None else new,
                 request=self._request(options, asked.conversation.kind, start, prompt, len(new), index),
                 asked=asked,
-                options=options,
                 index=index,
             )
             return OpenAnswer(self, plan, loop, along=options.stream)

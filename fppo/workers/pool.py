@@ -28,7 +28,7 @@ from fppo.workers.channel import CUT, SECRET, Channel, ForeignBytes
 from fppo.workers.sample import Outcome, Sample, UserFn
 
 _SLACK = 1.0  # seconds that overdue coroutines have to end by themselves
-_LOOK = 0.5  # seconds after which the clock counts the process as stopped
+_LOOK = 1.0  # seconds after which the clock counts the process as stopped
 _SLICE = 0.05  # seconds that one run waits before another gets its turn
 _REAP = 10.0  # seconds that a killed process may take to end
 _CHUNK = 32  # samples in a task, at most
@@ -91,7 +91,7 @@ class WorkerPool:
         self._names = f"{role} {', '.join(name for name, _ in functions)}"
         self._functions = pickle.dumps([_portable(name, fn, role) for name, fn in functions])
         self._count, self._start_limit = workers, start_limit
-        self._clock = ProcessClock(2 * _LOOK)
+        self._clock = ProcessClock(_LOOK)
         self._workers: list[_Worker] = []
         self._closed = 0  # how often
         self._turn = InOrder()

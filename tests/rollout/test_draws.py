@@ -299,7 +299,7 @@ def test_draws_of_a_whole_rollout_are_by_their_own_tokens_and_numbers(asked, how
         engine = InterruptibleEngine(engine=engine, every=every, pad_token_id=PAD)
         ask = attrs.evolve(ask, newer=Newer(versions))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embedded, "_CHUNK", chunk)
+        patch.setattr(embedded, "CHUNK", chunk)
         rollout = engine.generate(versions[0], ask)
     assert (rollout.token_versions is None) == (every is None)
     assert rollout.versions.tolist() == [3] * len(rollout.tokens)

@@ -276,7 +276,7 @@ def test_long_responses_outgrow_the_first_cache(name, monkeypatch):
     sampling = Sampling(max_tokens=90, stop_token_ids=(5,), top_k=25)
     prompts = make_prompts((3, 6, 2, 6, 6) * 8)
     expected = engine_of(model).generate(params, Ask(prompts, sampling, Key(0)))
-    monkeypatch.setattr(embedded, "_CHUNK", 16)
+    monkeypatch.setattr(embedded, "CHUNK", 16)
     rollout = engine_of(model).generate(params, Ask(prompts, sampling, Key(0)))
     assert torch.equal(rollout.tokens, expected.tokens)
     assert rollout.finish == expected.finish

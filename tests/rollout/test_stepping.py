@@ -57,8 +57,8 @@ def test_a_recorded_step_is_the_step(name, monkeypatch):
     """Over padding, windows, rows that end, and a cache that grows; what is not yet written holds what may be."""
     log = []
     monkeypatch.setattr(embedded, "_as_it_is", by_operations(log))
-    monkeypatch.setattr(embedded, "_CHUNK", 4)
-    monkeypatch.setattr(embedded, "_ALIGNED", 3)
+    monkeypatch.setattr(embedded, "CHUNK", 4)
+    monkeypatch.setattr(embedded, "ALIGNED", 3)
     blank = caches._blank
     monkeypatch.setattr(
         caches, "_blank", lambda like, shape, zeroed: blank(like, shape, zeroed).fill_(0.0 if zeroed else torch.nan)
@@ -88,7 +88,7 @@ def test_a_gpu_records_what_can_be_recorded(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_cuda_graphs_give_the_same(dtype, monkeypatch):
-    monkeypatch.setattr(embedded, "_CHUNK", 8)
+    monkeypatch.setattr(embedded, "CHUNK", 8)
     model, params = make("qwen2", dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
     model = attrs.evolve(model, compute_dtype=dtype)
     params = {name: x.cuda() for name, x in params.items()}

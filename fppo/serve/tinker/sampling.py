@@ -30,7 +30,6 @@ class _OpenEngine:
     """An open engine, with the versions of its adapters, and the number of open requests of each."""
 
     loop: EngineLoop
-    closes: bool  # to make room for other weights
     adapters: OrderedDict[str, int] = attrs.field(factory=OrderedDict)
     open: dict[str | None, int] = attrs.field(factory=dict)
 
@@ -66,7 +65,7 @@ class SamplerEngines:
         most: int = 4,
         most_adapters: int = 32,
     ) -> None:
-        self._bases = {name: _OpenEngine(loop, closes=False) for name, loop in loops.items()}
+        self._bases = {name: _OpenEngine(loop) for name, loop in loops.items()}
         self._engines, self._most, self._most_adapters = engines, most, most_adapters
         self._own: OrderedDict[str, _OpenEngine] = OrderedDict()
         self._alone: set[str] = set()  # weights that do not run beside others
@@ -175,7 +174,7 @@ class SamplerEngines:
             engine = attrs.evolve(self._engines[weights.base], model=weights.model)
             loop = EngineLoop(engine, weights.params, version=weights.version)
             await asyncio.to_thread(loop.start)
-            held = self._own[weights.name] = _OpenEngine(loop, closes=True)
+            held = self._own[weights.name] = _OpenEngine(loop)
         elif held.loop.version != weights.version:
             held.loop.update(weights.params, weights.version)
             held.loop.version = weights.version
