@@ -55,14 +55,14 @@ def load_policy(
         return model, on_device(params, device)
     spec = lora_of(section.lora)
     lora.check_adapted(model, spec)
-    model, base = _as_base(section.lora.base, model, params, mesh, device)
+    model, base = _quantised_base(section.lora.base, model, params, mesh, device)
     model, adapter = lora.adapt(model, on_device(base, device), spec, key=key.fold("adapter"), mesh=mesh)
     if section.lora.path is not None:
         adapter = lora_files.load(model, Path(section.lora.path), mesh=mesh, like=adapter)
     return model, adapter
 
 
-def _as_base(
+def _quantised_base(
     kind: Literal["float", "int8", "nf4"], model: Model, params: Params, mesh: Mesh, device: torch.device
 ) -> tuple[Model, Params]:
     """The base of an adapter from a loaded model: quantised before it goes to a device, unless `kind` is "float"."""
@@ -86,7 +86,7 @@ def adapted_critic(
     else:
         model, params = load_critic(section, critic, key, mesh)
         if section.lora.of_critic:
-            model, params = _as_base(section.lora.base, model, params, mesh, device)
+            model, params = _quantised_base(section.lora.base, model, params, mesh, device)
     params = on_device(params, device)
     if not section.lora.of_critic:
         return model, params

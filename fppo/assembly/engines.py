@@ -175,7 +175,7 @@ def answering(
             respond = tools.resolve(turns.respond)
             encode = _turn_encoder(tokenizer, rows, roles=("tool",) if turns.failure else ())
             if turns.thinking == "drop":
-                _check_anew(encode, tokenizer)
+                _check_thinking_drop(encode, tokenizer)
             engine = TurnsEngine(
                 engine=engine,
                 tools=opened.enter_context(_tool_runner(respond, turns)),
@@ -203,7 +203,7 @@ def _tool_runner(respond: tools.Respond, turns: TurnsSettings) -> ToolRunner:
     return ToolRunner(respond, **limits, inline=turns.respond in tools.TOOLS)
 
 
-def _check_anew(encode: Encode, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_thinking_drop(encode: Encode, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ValueError if the chat template shows tool messages only after calls, and the tokenizer cannot read calls
     in turns."""
     calls = isinstance(encode, ChatTemplate) and encode.behind_calls

@@ -28,7 +28,7 @@ _SAME = 1e-3  # tolerance for loss and gradient: far above rounding
 Loss = Callable[[Any, float], tuple[Tensor, Tensor]]  # from a part and a spread of old and new: loss, gradient
 
 
-def said_of_idle(settings: TrainSettings) -> list[str]:
+def idle_lines(settings: TrainSettings) -> list[str]:
     """Lines on the settings that change no update of the run, each with the reason."""
     s, size = settings, (settings.rollout.batch_size, settings.rollout.n)
     lines = []

@@ -34,8 +34,8 @@ from fppo.assembly.parts import (
     check_positions,
     check_vision,
     device_of,
+    kernels_need_check,
     kernels_of,
-    lacks_something,
     mesh_at,
 )
 from fppo.assembly.rewards import check_scorers, reward_of
@@ -507,7 +507,7 @@ def _check_models(
     if rollout.engine == "vllm":
         over, alone = rollout.vllm.tensor_parallel, section.lora.send == "alone"
         tried(lambda: check_family(configs["actor"], tensor_parallel=over, alone=alone))
-    if tried(lambda: lacks_something(names, compiled=section.compile_layers)):
+    if tried(lambda: kernels_need_check(names, compiled=section.compile_layers)):
         own_critic = critic if trained and settings.algorithm.uses_critic else None
         for role, build in _builders(section, own_critic, named).items():
             axes = axes_at(placement, role, settings.mesh)

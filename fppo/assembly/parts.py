@@ -274,7 +274,7 @@ def check_positions(config: PreTrainedConfig, prompt: int, named: tuple[str, int
         )
 
 
-def lacks_something(names: Mapping[str, str], *, compiled: bool) -> bool:
+def kernels_need_check(names: Mapping[str, str], *, compiled: bool) -> bool:
     """Whether kernels need a check against models: one may lack a feature, or replaces layers, or layers are
     compiled."""
     table = kernel_table(names)

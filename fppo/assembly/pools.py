@@ -29,7 +29,7 @@ class RolePlaces:
 ALL_HERE = RolePlaces()
 
 
-def home_of(places: Collection[str], device: torch.device, models: Collection[str]) -> torch.device:
+def batch_device_of(places: Collection[str], device: torch.device, models: Collection[str]) -> torch.device:
     """Where this process keeps batches: on `device` or, if all `models` are elsewhere (roles in `places`), on the
     host."""
     return device if set(models) - set(places) else torch.device("cpu")
@@ -50,7 +50,7 @@ def groups_of(
         yield ALL_HERE
         return
     sharding, patience = sharding_of(mesh), placement.patience
-    home = home_of(places, device_of(device, placement), models)
+    home = batch_device_of(places, device_of(device, placement), models)
     threads = threads_of(placement, torch.get_num_threads())
     with contextlib.ExitStack() as opened:
         there = opened.enter_context(cluster(placement.cluster))

@@ -24,12 +24,12 @@ from fppo.assembly.engines import (
     make_engine,
     make_engine_of_pool,
 )
-from fppo.assembly.idle import said_of_idle
+from fppo.assembly.idle import idle_lines
 from fppo.assembly.inputs import EvalInputs, Inputs, read_eval_inputs, read_inputs
 from fppo.assembly.machine import resolved
 from fppo.assembly.parts import Tools
 from fppo.assembly.placed import Placed
-from fppo.assembly.pools import ALL_HERE, RolePlaces, home_of
+from fppo.assembly.pools import ALL_HERE, RolePlaces, batch_device_of
 from fppo.assembly.program import ScoredEngine, pretrain_of, program_of
 from fppo.assembly.rewards import Scoring, scoring
 from fppo.assembly.roles import Roles, make_roles
@@ -68,7 +68,7 @@ MADE_BY = "made by"  # the note of a checkpoint with the command that made it
 
 
 @attrs.frozen
-class DrawnPrompts:
+class PromptRecord:
     """The prompts of a run by purpose; its checkpoints note their digests. Also the command that makes the run, if it
     is not fppo train."""
 
@@ -101,7 +101,7 @@ class Assembly:
     mesh: Mesh
     device: torch.device  # which has the batches; the state may be on the host
     shapes: dict[str, torch.Size | Extent]  # whole shapes of the leaves of `run` that a mesh may cut
-    drawn: DrawnPrompts
+    drawn: PromptRecord
     placed: Placed | None = None  # the parts of `run` that are in other processes
     calls: Callable[[], list[Call]] = list  # to groups, since the last query
 
@@ -126,9 +126,9 @@ def assemble(
     settings, chosen = resolved(settings, device)
     section, rollout, key, sampling_mesh = settings.model, settings.rollout, Key(settings.seed), sampling_mesh or mesh
     inputs = read_inputs(settings, mesh=mesh, kernels=kernels, device=device)
-    device, pad = home_of(places.roles, inputs.device, settings.model_roles), inputs.prompts.pad_token_id
+    device, pad = batch_device_of(places.roles, inputs.device, settings.model_roles), inputs.prompts.pad_token_id
     plain, _ = resolved(TrainSettings(model=ModelSettings(cpp=section.cpp)), inputs.device)
-    said = files.differing(settings, plain), chosen, said_of_old_log_probs(settings), said_of_idle(settings)
+    said = files.differing(settings, plain), chosen, said_of_old_log_probs(settings), idle_lines(settings)
     chats = {"thinking": rollout.turns.thinking, "rows": settings.data if settings.in_turns else None}
     announce(input_lines(inputs, section, settings.placement, *said, **chats) + clock_lines(said_of_clock(settings)))
     roles = make_roles(settings, inputs.kernels, LocalGroup(Here(mesh, device)), places.roles)
@@ -308,12 +308,12 @@ def _draw(inputs: Inputs, key: Key, rollout: RolloutSettings, rows: DataSettings
     return partial(data.next_batch, inputs.prompts, key=key, **how)
 
 
-def _drawn(inputs: Inputs, *, saved: bool, may_change: bool) -> DrawnPrompts:
+def _drawn(inputs: Inputs, *, saved: bool, may_change: bool) -> PromptRecord:
     """The prompts that the run draws from: those to train on, unless its rollouts are saved ones, and held-out ones."""
     held_out = None if inputs.eval is None else inputs.eval.held_out
     sets = {} if saved else {"prompts": inputs.prompts}
     sets |= {} if held_out is None else {"held-out prompts": held_out}
-    return DrawnPrompts(sets, may_change=may_change)
+    return PromptRecord(sets, may_change=may_change)
 
 
 def _evaluation(

@@ -20,7 +20,7 @@ from fppo.assembly.learning import Learning, learning_of
 from fppo.assembly.machine import resolved
 from fppo.assembly.parts import Tools, bare_model, check_kernels, check_mesh, device_of, kernels_of
 from fppo.assembly.roles import PassOptions, fetch_of
-from fppo.assembly.run import DrawnPrompts
+from fppo.assembly.run import PromptRecord
 from fppo.assembly.texts import chat_options, config_of, config_place, load_tokenizer, policy_generation
 from fppo.data import DataCursor, DemonstrationSet
 from fppo.data.conversations import digest_of_demonstrations
@@ -83,7 +83,7 @@ class SupervisedAssembly:
     mesh: Mesh
     device: torch.device
     shapes: dict[str, torch.Size | Extent]  # whole shapes of the leaves of `run` that a mesh may cut
-    drawn: DrawnPrompts
+    drawn: PromptRecord
     critic_model: None = None
     placed: None = None
     calls: Callable[[], list[Call]] = list
@@ -248,11 +248,11 @@ def assemble_supervised(
     )
 
 
-def _drawn(inputs: SupervisedInputs, *, may_change: bool) -> DrawnPrompts:
+def _drawn(inputs: SupervisedInputs, *, may_change: bool) -> PromptRecord:
     """The demonstrations that the run draws from."""
     held_out = {} if inputs.held_out is None else {"held-out prompts": inputs.held_out}
     sets = {"prompts": inputs.rows, **held_out}
-    return DrawnPrompts(sets, may_change=may_change, digests_of=digest_of_demonstrations, made_by=COMMAND)
+    return PromptRecord(sets, may_change=may_change, digests_of=digest_of_demonstrations, made_by=COMMAND)
 
 
 def _steps(sft: SftSettings, steps: int, rows: int) -> int:

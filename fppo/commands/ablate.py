@@ -21,11 +21,11 @@ from fppo.ablate.result import plain
 from fppo.assembly.parts import kernel_table, make_tools, with_own
 from fppo.assembly.run import assemble
 from fppo.commands import output
-from fppo.commands.actions import beginning, on_ground_of, restored, settings_of
+from fppo.commands.actions import beginning, match_ground, restored, settings_of
 from fppo.fleet import Here
 from fppo.pipeline import replay, swap
 from fppo.pipeline.program import RunState
-from fppo.pipeline.swap import Parting, Trace
+from fppo.pipeline.swap import StageDifference, Trace
 from fppo.pipeline.train import iterate
 from fppo.runs import session, starts
 from fppo.runtime.mesh import named_device
@@ -183,7 +183,7 @@ def _replay(directory: Path, step: int, asked: AblateSettings, ops: list[str]) -
 def _stand(directory: Path, asked: AblateSettings, step: int) -> None:
     """Compute on as many threads as a step was made on, unless --threads gives a number, and print other
     differences."""
-    for line in on_ground_of(directory, step, threads=asked.threads is None):
+    for line in match_ground(directory, step, threads=asked.threads is None):
         print(line, flush=True)
 
 
@@ -237,7 +237,7 @@ def _compared(reference: _Reference, op: str, implementation: Implementation) ->
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
         return {"reason": f"{RAISED} {type(error).__name__}: {first}"}
-    return {"stages": [attrs.asdict(parting) for parting in swap.partings(reference.trace, step)]}
+    return {"stages": [attrs.asdict(parting) for parting in swap.stage_differences(reference.trace, step)]}
 
 
 def choice_text(choice: Mapping[str, Any]) -> str:
@@ -245,7 +245,7 @@ def choice_text(choice: Mapping[str, Any]) -> str:
     title = f"{choice['op']} = {choice['implementation']}{' (the run has it)' if choice['own'] else ''}"
     if choice["reason"] is not None:
         return f"{title}: {choice['reason']}"
-    stages = [Parting(**stage) for stage in choice["stages"]]
+    stages = [StageDifference(**stage) for stage in choice["stages"]]
     first = next((stage for stage in stages if stage.leaf is not None), None)
     if first is None:
         return f"{title}: bit-equal in every stage"
@@ -255,7 +255,7 @@ def choice_text(choice: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *(f"  {stage.stage:<{width}}  {_parting(stage)}" for stage in stages)])
 
 
-def _parting(stage: Parting) -> str:
+def _parting(stage: StageDifference) -> str:
     if stage.leaf is None:
         return "bit-equal"
     if stage.max_abs == float("inf"):

@@ -325,7 +325,7 @@ def replay(directory: Path, step: int, here: CommandRank = ALONE) -> int:
     begin = beginning(directory, step)
     say(f"from {f'the checkpoint of step {begin}' if begin else 'the start'}")
     for settings, until in starts.spans(directory, begin + 1, step):
-        for line in on_ground_of(directory, until):
+        for line in match_ground(directory, until):
             say(line)
         with _steps_again(settings, starts.made_by(directory), here) as (assembly, steps_of):
             steps = replays.replay(
@@ -351,7 +351,7 @@ def replay(directory: Path, step: int, here: CommandRank = ALONE) -> int:
     return 0
 
 
-def on_ground_of(directory: Path, step: int, *, threads: bool = True) -> list[str]:
+def match_ground(directory: Path, step: int, *, threads: bool = True) -> list[str]:
     """Lines on differences between this process and the one that made a step of a run, where bits depend on them. From
     here on, compute on as many threads as that one, unless `threads` is False."""
     origin = origins.load(directory, step)

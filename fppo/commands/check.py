@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from fppo._errors import printable
 from fppo.assembly.announce import input_lines
-from fppo.assembly.idle import said_of_idle
+from fppo.assembly.idle import idle_lines
 from fppo.assembly.inputs import Inputs, read_inputs
 from fppo.assembly.machine import resolved
 from fppo.assembly.rewards import reward_of
@@ -27,7 +27,7 @@ from fppo.commands import output
 from fppo.commands.needs import NO_FIT, duration, planned_needs
 from fppo.commands.plan import gpu_of
 from fppo.data import PromptSet
-from fppo.data.tokenizers import encode_behind
+from fppo.data.tokenizers import encode_after
 from fppo.fields import Problem
 from fppo.plan import text as plans
 from fppo.plan.case import hardware_of
@@ -95,7 +95,7 @@ def check(
     free = free_bytes(Path(settings.output_dir))
     faults = _faults(needs, free, rewarded) + ([] if fits else [NO_FIT] if needs else sections[-1:])
     plain = files.differing(chosen, resolved(TrainSettings(), inputs.device)[0])
-    said = notes, said_of_old_log_probs(chosen), said_of_idle(chosen)
+    said = notes, said_of_old_log_probs(chosen), idle_lines(chosen)
     lines = [
         input_lines(inputs, chosen.model, chosen.placement, plain, *said),
         sections if needs is None else needs_lines(needs, settings, free),
@@ -228,7 +228,7 @@ def _sample(prompt: ShownPrompt, words: str, inputs: Inputs) -> Sample:
         extras=inputs.prompts.extras[number],
         prompt_tokens=prompt.tokens,
         response_tokens=(
-            *encode_behind(tokenizer, response, text),
+            *encode_after(tokenizer, response, text),
             *inputs.sampling.stop_token_ids[:1],
         ),
         finish="stop",

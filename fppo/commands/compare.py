@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fppo._errors import RunFailed, UsageError, printable
-from fppo.assembly.idle import said_of_idle
+from fppo.assembly.idle import idle_lines
 from fppo.assembly.machine import resolved
 from fppo.assembly.trials import value_problems
 from fppo.pipeline.replay import DIGESTS
@@ -121,7 +121,7 @@ def _said_of_idle(runs: Mapping[str, Mapping[int, TrainSettings]]) -> Iterator[s
     """Lines on settings that change nothing, with the names of the variants concerned, unless these are all."""
     found: dict[str, list[str]] = {}
     for name, seeds in runs.items():
-        for text in said_of_idle(resolved(next(iter(seeds.values())))[0]):
+        for text in idle_lines(resolved(next(iter(seeds.values())))[0]):
             found.setdefault(text, []).append(name)
     for text, names in found.items():
         yield text if len(names) == len(runs) else f"{text} ({'; '.join(names)})"

@@ -16,7 +16,7 @@ import attrs
 
 from fppo._errors import printable
 from fppo.data.shown import TOOL, EndlessTemplate, Shown, Template, shown
-from fppo.data.tokenizers import encode_behind
+from fppo.data.tokenizers import encode_after
 
 LONGEST = 20.0  # CPU seconds that a template may take for one conversation
 _MARK = "fppomark"
@@ -188,5 +188,5 @@ def end_of_turn(tokenizer: Any, *, options: ChatOptions = PLAIN) -> int | None:
     except Exception:  # a template that refuses assistant turns has no end of turn
         return None
     _, mark, tail = text.rpartition(_MARK)
-    ids = encode_behind(tokenizer, tail.lstrip(), _MARK) if mark else []
+    ids = encode_after(tokenizer, tail.lstrip(), _MARK) if mark else []
     return ids[0] if ids and ids[0] in {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids} else None

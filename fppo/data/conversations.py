@@ -36,7 +36,7 @@ from fppo.data.examples import (
 from fppo.data.plain import BadField
 from fppo.data.problems import Problems
 from fppo.data.read import Row
-from fppo.data.tokenizers import check_tokenizer, encode_behind, encode_text
+from fppo.data.tokenizers import check_tokenizer, encode_after, encode_text
 
 Message = Mapping[str, Any]
 
@@ -103,10 +103,10 @@ def imitated_conversation(
         answer = _answer(before, render_chat(tokenizer, messages[: place + 1], generation=False, options=options))
         ended = bool(mark) and mark in answer
         answer = answer[: answer.rindex(mark) + len(mark)] if ended else answer
-        ids = encode_behind(tokenizer, answer, before)
+        ids = encode_after(tokenizer, answer, before)
         ids = ids if ended else [*ids, tokenizer.eos_token_id]
         if text is not None and before.startswith(text):
-            gap = encode_behind(tokenizer, before[len(text) :], text)
+            gap = encode_after(tokenizer, before[len(text) :], text)
             last = rows.pop()
             response = (*last.response, *gap, *ids)
             mask = (*last.mask, *[False] * len(gap), *[True] * len(ids))
@@ -274,7 +274,7 @@ def _read(
             words, source, tools = _response(row, answers.response), example.source, example.tools
             if isinstance(example.prompt, str):
                 prompt = encode_text(tokenizer, example.prompt)
-                ids = [*encode_behind(tokenizer, words, example.prompt), tokenizer.eos_token_id]
+                ids = [*encode_after(tokenizer, words, example.prompt), tokenizer.eos_token_id]
                 if not prompt:
                     raise BadField("the prompt has no tokens")
                 return [(Imitated(prompt=tuple(prompt), response=tuple(ids), mask=(True,) * len(ids)), source)]

@@ -37,7 +37,7 @@ class Problems:
         noun = "problem" if self.count == 1 else "problems"
         return "\n  ".join([f"{self.count} {noun} in the {what}:", *self.lines(), *filter(None, [self.rest()])])
 
-    def and_those_of(self, other: Problems) -> Problems:
+    def merged_with(self, other: Problems) -> Problems:
         """The union of these problems and `other`."""
         both = Problems()
         both.count = self.count + other.count
@@ -92,7 +92,7 @@ def together(errors: Sequence[Exception]) -> list[Exception]:
         for place, other in enumerate(left):
             if isinstance(error, DataError) and isinstance(other, DataError) and error.what == other.what:
                 if str(other) != str(error):  # equal texts are of the same rows
-                    left[place] = DataError(other.problems.and_those_of(error.problems), other.what)
+                    left[place] = DataError(other.problems.merged_with(error.problems), other.what)
                 break
         else:
             left.append(error)

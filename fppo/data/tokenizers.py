@@ -107,7 +107,7 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     return begun_once(tokenizer, text, list(tokenizer(text)["input_ids"]))
 
 
-def encode_behind(tokenizer: Any, text: str, before: str = "") -> list[int]:
+def encode_after(tokenizer: Any, text: str, before: str = "") -> list[int]:
     """Encode a text that follows the text `before`, and return its tokens alone.
 
     A tokenizer may put a space before a text that is encoded by itself, as SentencePiece's do. So `before` is encoded

@@ -18,7 +18,7 @@ from fppo._errors import words_of
 from fppo.models.model import BUILDING, Model, Params, build, model_class, named_state
 from fppo.models.save import save, save_config
 from fppo.runtime.gguf_files import GgufHeader, read_header
-from fppo.runtime.kept import alone_in, kept_place
+from fppo.runtime.kept import alone_in, cache_directory
 
 _FORM = "1"  # the version of the directories' contents: to be raised when these change
 _FILE = "model.gguf"
@@ -36,7 +36,7 @@ def unpacked(file: Path, *, weights: bool) -> Path:
     or would read wrongly, and for a disk without room.
     """
     header = read_header(file)
-    place = kept_place(file, "gguf", transformers.__version__, _FORM)
+    place = cache_directory(file, "gguf", transformers.__version__, _FORM)
     try:
         with alone_in(place):
             for name in ("model", "config"):

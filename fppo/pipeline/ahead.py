@@ -100,7 +100,7 @@ class _Ended(Exception):
     """Raised in generation that is no longer wanted."""
 
 
-class Newest:
+class NewestWeights:
     """The newest weights kept for sampling: generation takes them while later ones are trained."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Newest:
 
 
 @attrs.frozen(eq=False)
-class UnderWay:
+class PendingBatches:
     """Batches that a thread is making, in order."""
 
     results: deque[Future[Sampled]]  # one batch each
@@ -154,8 +154,8 @@ def start_sampling(
     program: Program,
     draw: Draw,
     beside: torch.cuda.Stream | None = None,
-    newest: Newest | None = None,
-) -> UnderWay:
+    newest: NewestWeights | None = None,
+) -> PendingBatches:
     """Start `sample_ahead` in a thread.
 
     The weights are kept first (`Program.hold`), so that meanwhile the run may be updated, and its memory given up. On a
@@ -180,11 +180,11 @@ def start_sampling(
 
     # a daemon: a process that fails elsewhere ends at once
     threading.Thread(target=work, args=(run,), daemon=True).start()
-    return UnderWay(deque(results), beside)
+    return PendingBatches(deque(results), beside)
 
 
 def keep(
-    run: RunState, *, program: Program, beside: torch.cuda.Stream | None = None, newest: Newest | None = None
+    run: RunState, *, program: Program, beside: torch.cuda.Stream | None = None, newest: NewestWeights | None = None
 ) -> Params:
     """Keep the policy's parameters for sampling. If `newest` has them already they are returned; else it gets them."""
     last = None if newest is None else newest()
@@ -204,10 +204,10 @@ class AheadSampler:
 
     def __init__(self, ahead: int, *, program: Program, draw: Draw, stream: torch.cuda.Stream | None = None) -> None:
         self._ahead, self._program, self._draw, self._stream = ahead, program, draw, stream
-        self._under_way: UnderWay | None = None
-        self._newest: Newest | None = None
+        self._under_way: PendingBatches | None = None
+        self._newest: NewestWeights | None = None
         if program.interrupts:
-            self._newest = Newest()
+            self._newest = NewestWeights()
             rollout: Any = program.rollout
             self._program = attrs.evolve(program, rollout=partial(rollout, newer=self._newest), check=False)
 
@@ -245,7 +245,7 @@ class AheadSampler:
         return run, own | waited, made
 
     def _joined(
-        self, run: RunState, under_way: UnderWay, least: int | None = None
+        self, run: RunState, under_way: PendingBatches, least: int | None = None
     ) -> tuple[RunState, Metrics, Metrics]:
         sampled = under_way(least)
         self._under_way = under_way if under_way.results else None

@@ -36,7 +36,7 @@ ESTIMATES = ("token_rewards", "advantages", "returns", "correction_weights", "en
 
 
 @attrs.frozen(kw_only=True)
-class Parting:
+class StageDifference:
     """How one stage differs from the reference: its first differing leaf, and by how much.
 
     `max_abs` is the largest difference in that leaf, `relative` its ratio to the leaf's largest number, `worst` the
@@ -138,7 +138,7 @@ def trace(
     return Trace(sampled=sampled, experience=experience, after=after, gradients=gradients)
 
 
-def partings(reference: Trace, other: Trace) -> list[Parting]:
+def stage_differences(reference: Trace, other: Trace) -> list[StageDifference]:
     """Compare two traces: one result for each stage of the step, in order."""
     both = [_stages(reference), _stages(other)]
     return [_parting(name, both[0][name], both[1].get(name, [])) for name in both[0]]
@@ -161,14 +161,14 @@ def _fields(record: Any, names: Sequence[str]) -> Leaves:
     return [(name, getattr(record, name)) for name in names if getattr(record, name) is not None]
 
 
-def _parting(stage: str, expected: Leaves, actual: Leaves) -> Parting:
+def _parting(stage: str, expected: Leaves, actual: Leaves) -> StageDifference:
     others = dict(actual)
     gaps = [(name, _gap(value, others.get(name))) for name, value in expected]
     apart = [(name, gap) for name, gap in gaps if gap is not None]
     if not apart:
-        return Parting(stage=stage, leaves=len(gaps))
+        return StageDifference(stage=stage, leaves=len(gaps))
     name, (largest, relative) = apart[0]
-    return Parting(
+    return StageDifference(
         stage=stage,
         leaf=name,
         max_abs=largest,

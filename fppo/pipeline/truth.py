@@ -16,7 +16,7 @@ from fppo import advantages, metrics
 from fppo import batch as batches
 from fppo.advantages import Advantages, exact_values
 from fppo.batch import Column, Prompts, Rollout
-from fppo.data.tokenizers import encode_behind
+from fppo.data.tokenizers import encode_after
 from fppo.metrics import Metrics
 from fppo.pipeline.passes import Passes, read_values, required
 from fppo.pipeline.program import RunState
@@ -49,7 +49,7 @@ class Beside(NamedTuple):
     exact_advantages: Tensor
 
 
-OnBeside = Callable[[Beside], None]
+OnCompared = Callable[[Beside], None]
 
 
 class Truth(NamedTuple):
@@ -83,7 +83,7 @@ def critic_truth(
     engine: Engine,
     sampling: Sampling,
     passes: Passes,
-    keep: OnBeside = lambda beside: None,
+    keep: OnCompared = lambda beside: None,
 ) -> Metrics:
     """Metrics of how far the critic's values are from the exact ones of the policy that samples.
 
@@ -190,7 +190,7 @@ def right_answers(prompts: Prompts, *, tokenizer: PreTrainedTokenizerBase, sampl
     rows: list[list[int]] = []
     for truth, prompt, seen in zip(prompts.ground_truth, prompts.tokens, prompts.attention_mask, strict=True):
         before: Any = tokenizer.decode(prompt[seen].tolist(), clean_up_tokenization_spaces=False)
-        ids = encode_behind(tokenizer, str(truth).strip(), before)
+        ids = encode_after(tokenizer, str(truth).strip(), before)
         ids = [*ids, *sampling.stop_token_ids][: sampling.max_tokens] if len(ids) <= sampling.max_tokens else []
         rows.append(ids)
     width = max(1, *map(len, rows))

@@ -51,7 +51,7 @@ def host_of(case: Case, built: Built, stages: Mapping[str, Sequence[Phase]] = Ma
     """Plan the host memory of a rank's process with these stages."""
     on_gpu = case.hardware.on_gpu
     rest = {ITSELF: float(CUDA_PROCESS if on_gpu else process_bytes()), STATE: state_bytes(case, built)}
-    rest |= {AWAY: away_bytes(case, stages), COLUMNS: case.columns, CAME: came_bytes(case, built)}
+    rest |= {AWAY: away_bytes(case, stages), COLUMNS: case.columns, CAME: received_bytes(case, built)}
     return HostMemory(
         rest=rest,
         starting={READ: read_bytes(case, built)},
@@ -131,7 +131,7 @@ def bucket_bytes(case: Case, built: Built) -> float:
     return float(size)
 
 
-def came_bytes(case: Case, built: Built) -> float:
+def received_bytes(case: Case, built: Built) -> float:
     """Bytes of the policy on a rank of a pool that receives it for its vLLM."""
     sampling = case.sampling
     if sampling is None or sampling.pool is None or sampling.engine != "vllm":

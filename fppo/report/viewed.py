@@ -76,7 +76,7 @@ def state_of(run: Path, title: str, known: tuple[str, int] | None = None) -> Sta
     damaged: list[str] = []
     sampled = sample_files.files(run / SAMPLES)
     lines = jsonl.read(run / METRICS, on_damage=damaged.append)
-    others, lost = _beyond(run, lines, sampled, damaged)
+    others, lost = _steps_without_metrics(run, lines, sampled, damaged)
     records = summary.merged([*others, *lines])
     chosen, rest = _settings(run, damaged)
     same_file = known is not None and _file_of(known[0]) == _file_of(stamp)
@@ -106,7 +106,7 @@ def state_of(run: Path, title: str, known: tuple[str, int] | None = None) -> Sta
     return jsonl.plain(state)
 
 
-def _beyond(
+def _steps_without_metrics(
     run: Path, lines: Sequence[Mapping[str, Any]], sampled: Collection[int], damaged: list[str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Records of steps that other files hold and the metrics do not, and messages on steps without metrics.

@@ -22,7 +22,7 @@ from fppo.metrics import Metrics
 from fppo.rewards.question import pattern_problem, score_in, template_problem
 from fppo.rewards.scoring import samples_of
 from fppo.rollout.engine import Ask, Engine, Sampling
-from fppo.rollout.spread import requested_together
+from fppo.rollout.spread import merged_shares
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, place_on
 from fppo.steps.ranks import collect, deal
 from fppo.workers.sample import Sample
@@ -71,7 +71,7 @@ class LanguageJudge:
         shares = deal(len(rollout.tokens), self.mesh)
         own = shares[place_on(self.mesh, AXES)]
         # ranks without a row ask one question and drop the answer: engines gather parameters by collectives
-        asked = requested_together(shares, self.mesh, self.together) or [0]
+        asked = merged_shares(shares, self.mesh, self.together) or [0]
         verdicts = self._verdicts(batches.rows(rollout, asked))[[asked.index(row) for row in own]]
         every = collect(verdicts.to(rollout.tokens.device), shares, self.mesh, AXES)
         scores, unparsed, cut = every.unbind(1)

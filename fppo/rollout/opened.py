@@ -21,7 +21,7 @@ from fppo.models.several import Adapter, fitted
 from fppo.rollout.banks import BankLayout
 from fppo.rollout.decoder import DecoderFactors
 from fppo.rollout.engine import Sampling
-from fppo.rollout.places import CHUNK, RowPlaces, ServedAdapter
+from fppo.rollout.places import CHUNK, DecodeSlots, ServedAdapter
 from fppo.rollout.reading import Reading, RowContext, read
 from fppo.rollout.records import tensor_of
 from fppo.rollout.requests import (
@@ -210,7 +210,7 @@ class EmbeddedRequests:
         self._version = version
         self._loaded = loaded = self._load(params)
         spare = 2 if loaded.budget is None else 8
-        self._places = RowPlaces(
+        self._places = DecodeSlots(
             loaded.bound,
             loaded.policy,
             loaded.layout,
@@ -246,7 +246,7 @@ class EmbeddedRequests:
     def _chosen(self) -> tuple[list[OpenRow], list[OpenRow]]:
         """The rows that begin now: those whose new tokens run in steps, and the others."""
         rows = self._waiting.deal(self._fits)
-        by_steps = [self._goes_by_steps(row) for row in rows]
+        by_steps = [self._prefills_by_steps(row) for row in rows]
         return [*compress(rows, by_steps)], [*compress(rows, map(operator.not_, by_steps))]
 
     def _fits(self, row: OpenRow, others: Sequence[OpenRow], fresh: bool) -> bool:
@@ -263,7 +263,7 @@ class EmbeddedRequests:
         held = [x.context.length for x in (*self._kept.values(), *coming) if x.context is not None]
         return (count + 1) * one + sum(map(self._bytes, held)) <= budget
 
-    def _goes_by_steps(self, row: OpenRow) -> bool:
+    def _prefills_by_steps(self, row: OpenRow) -> bool:
         return row.context is not None and (not self._in_passes or len(row.unread) <= _FEW)
 
     def _place(self, rows: Sequence[OpenRow], contexts: Sequence[RowContext]) -> None:

@@ -38,7 +38,7 @@ ALIGNED = 64  # columns of recorded steps, as kernels read them best
 _FEWEST = 8  # rows of recorded steps
 
 
-class RowPlaces:
+class DecodeSlots:
     """The rows that decode together, numbered from 0 without a gap, and the columns of their keys and values.
 
     All write the same column in a step. A row's tokens end just before it, and padding is before them. With a recorder

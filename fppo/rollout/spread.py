@@ -47,7 +47,7 @@ class SpreadEngine:
         shares = deal(len(ask.prompts.tokens), self.mesh)
         own, n = set(shares[place_on(self.mesh, ALL)]), ask.sampling.n
         # ranks without a prompt make an answer that nobody reads: engines gather parameters together
-        places = requested_together(shares, self.mesh, self.together) or [0]
+        places = merged_shares(shares, self.mesh, self.together) or [0]
         kept = [row for row in range(n * len(places)) if places[row // n] in own]
 
         def on_finished(row: int, response: list[int], finish: str) -> None:
@@ -112,7 +112,7 @@ class SpreadEngine:
         )
 
 
-def requested_together(shares: Sequence[Sequence[int]], mesh: Mesh, axes: Sequence[str]) -> list[int]:
+def merged_shares(shares: Sequence[Sequence[int]], mesh: Mesh, axes: Sequence[str]) -> list[int]:
     """Merge this rank's share with those of the ranks that differ from it on these axes alone."""
     places = (range(mesh[name].size) if name in axes else [mesh[name].rank] for name in ALL)
     ranks = [

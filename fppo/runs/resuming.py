@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fppo.assembly.functions import rate_of
-from fppo.assembly.run import MADE_BY, DrawnPrompts
+from fppo.assembly.run import MADE_BY, PromptRecord
 from fppo.pipeline.program import Base, RunState
 from fppo.runtime import checkpoint
 from fppo.runtime.checkpoint import CheckpointError
@@ -45,7 +45,7 @@ def check_bases(own: Mapping[str, Base] | None, path: Path) -> None:
 _TRAINED = "prompts, "  # prefix of the notes of training prompts
 
 
-def check_prompts(own: DrawnPrompts, path: Path, *, speaks: bool) -> None:
+def check_prompts(own: PromptRecord, path: Path, *, speaks: bool) -> None:
     """Raise ValueError if the training prompts of a run differ from those of the checkpoint at `path`, unless they may
     change. `speaks`: print permitted changes, such as of held-out prompts, on stderr. Prompts without notes in the
     checkpoint are not compared."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def kept_place(file: Path, kind: str, *made_by: str) -> Path:
+def cache_directory(file: Path, kind: str, *made_by: str) -> Path:
     """The directory for what is made from a file, below XDG_CACHE_HOME or ~/.cache.
 
     Its name has a digest of the file's path, size and time of change, and of `made_by`, the versions of the code that

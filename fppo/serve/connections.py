@@ -40,7 +40,7 @@ def most_connections() -> int:
 class Connection(asyncio.Protocol):
     """A connection that passes its bytes to another protocol, and is closed if a request does not come in time."""
 
-    def __init__(self, inner: asyncio.Protocol, door: Door) -> None:
+    def __init__(self, inner: asyncio.Protocol, door: Acceptor) -> None:
         self._inner, self._door = inner, door
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
@@ -103,7 +103,7 @@ class Connection(asyncio.Protocol):
             self._timer = asyncio.get_running_loop().call_later(seconds, self.abort)
 
 
-class Door:
+class Acceptor:
     """Accepts a listener's connections, up to `most`. Beyond that, an idle connection is closed for the next one: the
     oldest, those that never had a request first."""
 

@@ -149,7 +149,7 @@ def _of_width(data: bytes, width: int) -> Items:
 
 
 @attrs.frozen(eq=False)
-class RowStart:
+class AnswerPlace:
     """The place of a new answer: in a row of an episode, after `seen` items of the conversation."""
 
     name: str
@@ -218,7 +218,7 @@ class Episodes:
         self._count = self._tokens = 0
         self._lock = threading.RLock()
 
-    def begin(self, name: str | None, conversation: Conversation) -> RowStart:
+    def begin(self, name: str | None, conversation: Conversation) -> AnswerPlace:
         """Open a place for an answer to a conversation, in the named episode, or else in one that the conversation
         finds.
 
@@ -229,14 +229,14 @@ class Episodes:
             found = self._find(name, conversation)
             if found is None:
                 own = self._new_name() if name is None else name
-                start = RowStart(own, self._free(own), None)
+                start = AnswerPlace(own, self._free(own), None)
             else:
                 start = self._behind(*found)
             self._rows[start.name] = self._rows.pop(start.name, {})
             self._open.setdefault(start.name, set()).add(start.number)
             return start
 
-    def commit(self, start: RowStart, turn: RecordedTurn, whole: Conversation) -> None:
+    def commit(self, start: AnswerPlace, turn: RecordedTurn, whole: Conversation) -> None:
         """Records an answer, with the conversation up to and with it."""
         with self._lock:
             self._close(start)
@@ -254,7 +254,7 @@ class Episodes:
             self._bytes += sum(each.memory for each in row.turns[len(held) :])
             self._thin()
 
-    def abandon(self, start: RowStart) -> None:
+    def abandon(self, start: AnswerPlace) -> None:
         """Closes the place of an answer that nobody reads."""
         with self._lock:
             self._close(start)
@@ -287,13 +287,13 @@ class Episodes:
             found = found if place is None else (place, size)
         return found
 
-    def _behind(self, place: _Place, seen: int) -> RowStart:
+    def _behind(self, place: _Place, seen: int) -> AnswerPlace:
         row = self._rows[place.name][place.number]
         end = int(row.turns[place.turns - 1].answer.tokens[-1])
         if len(row.turns) == place.turns and place.number not in self._open.get(place.name, ()):
-            return RowStart(place.name, place.number, row, (), seen, place.request, end)
+            return AnswerPlace(place.name, place.number, row, (), seen, place.request, end)
         known = tuple(token for turn in row.turns[: place.turns] for token in turn.ids)
-        return RowStart(place.name, self._free(place.name), None, known, seen, place.request, end)
+        return AnswerPlace(place.name, self._free(place.name), None, known, seen, place.request, end)
 
     def _free(self, name: str) -> int:
         taken = {*self._rows.get(name, ()), *self._open.get(name, ())}
@@ -309,7 +309,7 @@ class Episodes:
     def _scope(self, name: str) -> str:
         return "" if name in self._unnamed else name
 
-    def _close(self, start: RowStart) -> None:
+    def _close(self, start: AnswerPlace) -> None:
         numbers = self._open.get(start.name, set())
         numbers.discard(start.number)
         if not numbers:

@@ -15,7 +15,7 @@ from typing import cast
 import uvicorn
 
 from fppo.serve.app import App
-from fppo.serve.connections import Door, most_connections
+from fppo.serve.connections import Acceptor, most_connections
 
 LOOPBACK = "127.0.0.1"
 _STARTS, _ENDS = 30.0, 5  # seconds
@@ -82,7 +82,7 @@ def serving(
     the head of a request after `head_seconds` is closed, and so is one without a request for `idle_seconds` after its
     last: an agent's tools may take long. At the end open connections have a few seconds to finish.
     """
-    door = Door(listener, most=most or most_connections(), head_seconds=head_seconds, idle_seconds=idle_seconds)
+    door = Acceptor(listener, most=most or most_connections(), head_seconds=head_seconds, idle_seconds=idle_seconds)
     config = uvicorn.Config(
         door.watched(app),
         log_level="error",  # warnings are of what clients send
@@ -112,12 +112,12 @@ def serving(
         listener.close()
 
 
-def _run(server: uvicorn.Server, door: Door) -> None:
+def _run(server: uvicorn.Server, door: Acceptor) -> None:
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(_serve(server, door))
 
 
-async def _serve(server: uvicorn.Server, door: Door) -> None:
+async def _serve(server: uvicorn.Server, door: Acceptor) -> None:
     """Serve until the server is to exit. Its connections come through the door, so that it has no sockets itself."""
     config = server.config
     config.load()

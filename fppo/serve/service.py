@@ -19,11 +19,11 @@ from fppo.rollout.requests import End, FinishedRequest, QueueFull, Request
 from fppo.rollout.scores import Scores
 from fppo.serve.calls import ParsedTurn, Tool
 from fppo.serve.episodes import (
+    AnswerPlace,
     Conversation,
     Episodes,
     Kind,
     RecordedTurn,
-    RowStart,
     items_of,
     of_ids,
     of_messages,
@@ -60,14 +60,14 @@ class Bounds:
     body_seconds: float = 30.0  # until its last byte has come
 
 
-class NewTurn(NamedTuple):
+class TurnToAnswer(NamedTuple):
     """A conversation to answer: `added` gives the ids that it adds to a row, `behind` the conversation with its answer.
 
     If a call is `forced`, the answer begins with the ids of `opening`, which are not drawn.
     """
 
     conversation: Conversation
-    added: Callable[[RowStart], list[int]]
+    added: Callable[[AnswerPlace], list[int]]
     behind: Behind
     tools: Sequence[Tool] = ()
     forced: ForcedCall | None = None
@@ -89,11 +89,11 @@ class NewTurn(NamedTuple):
 class AnswerPlan:
     """An answer before it is drawn: its place in an episode, its request, and what becomes of its text."""
 
-    start: RowStart
+    start: AnswerPlace
     prompt: tuple[int, ...]  # all ids before it
     new: tuple[int, ...]  # those of them that its row does not have yet
     request: Request
-    asked: NewTurn
+    asked: TurnToAnswer
     index: int  # among the answers to a request
 
 
@@ -247,7 +247,7 @@ class Service:
         if self.sources.anew:
             conversation = conversation._replace(cuts=())
 
-        def added(start: RowStart) -> list[int]:
+        def added(start: AnswerPlace) -> list[int]:
             if not start.seen or start.end is None:
                 ids = texts.prompt(messages, tools)
             else:
@@ -258,32 +258,33 @@ class Service:
             del ids
             return conversation.behind(items_of([said_of(turn)]))
 
-        return self._opened(request.options, [NewTurn(conversation, added, behind, tools, forced, opening)], episode)
+        turn = TurnToAnswer(conversation, added, behind, tools, forced, opening)
+        return self._opened(request.options, [turn], episode)
 
     def completions(self, request: CompletionRequest, episode: str | None) -> list[OpenAnswer]:
         """The continuations of texts or ids, being drawn. Raises ApiError."""
         of = [self._of_text(x) if isinstance(x, str) else self._of_ids(x) for x in request.prompts]
         return self._opened(request.options, of, episode)
 
-    def _of_text(self, prompt: str) -> NewTurn:
+    def _of_text(self, prompt: str) -> TurnToAnswer:
         """A prompt of text. It continues an earlier answer if it repeats all of that, including the text that ended
         it."""
         texts, conversation = self.sources.texts, of_text(prompt)
-        return NewTurn(
+        return TurnToAnswer(
             conversation,
             lambda start: texts.text(prompt[start.seen :], before=prompt[: start.seen]),
             lambda turn, ids: conversation.behind(of_text(texts.all_of(ids, turn.content)).items),
         )
 
-    def _of_ids(self, prompt: tuple[int, ...]) -> NewTurn:
+    def _of_ids(self, prompt: tuple[int, ...]) -> TurnToAnswer:
         texts, conversation = self.sources.texts, of_ids(prompt)
-        return NewTurn(
+        return TurnToAnswer(
             conversation,
             lambda start: texts.checked(prompt[start.seen :]),
             lambda turn, ids: conversation.behind(of_ids(ids).items),
         )
 
-    def _opened(self, options: AnswerOptions, turns: Sequence[NewTurn], episode: str | None) -> list[OpenAnswer]:
+    def _opened(self, options: AnswerOptions, turns: Sequence[TurnToAnswer], episode: str | None) -> list[OpenAnswer]:
         """Open all answers to a request, or none."""
         count, most = len(turns) * options.n, self.sources.bounds.requests
         if count > MOST_CHOICES:
@@ -304,7 +305,7 @@ class Service:
             raise
         return answers
 
-    def _open_one(self, options: AnswerOptions, asked: NewTurn, episode: str | None, index: int) -> OpenAnswer:
+    def _open_one(self, options: AnswerOptions, asked: TurnToAnswer, episode: str | None, index: int) -> OpenAnswer:
         loop = self.loop
         start = self.episodes.begin(episode, asked.conversation)
         self._open += 1
@@ -329,7 +330,7 @@ class Service:
             raise
 
     def _request(
-        self, options: AnswerOptions, kind: Kind, start: RowStart, prompt: tuple[int, ...], new: int, index: int
+        self, options: AnswerOptions, kind: Kind, start: AnswerPlace, prompt: tuple[int, ...], new: int, index: int
     ) -> Request:
         """The engine's request; the last `new` ids of `prompt` are not in its row yet. Raises ApiError for an empty
         prompt, or if there is no room for an answer."""

@@ -12,7 +12,7 @@ from fppo.data import stop_texts
 from fppo.data.chat import PLAIN, ChatOptions, check_chat_template, encode_chat, end_of_turn
 from fppo.data.messages import named_tools
 from fppo.data.stops import StopTexts, token_pieces
-from fppo.data.tokenizers import encode_behind, encode_text, within
+from fppo.data.tokenizers import encode_after, encode_text, within
 from fppo.rollout.turns.observations import ChatTemplate, chat_template
 from fppo.serve.calls import CallForm, ParsedTurn, ReadTurn, Tool, form_of, reader_of
 from fppo.serve.protocol import ApiError, ForcedCall, Message, wrong
@@ -64,7 +64,7 @@ class Texts:
         Raises ApiError if that is not known."""
         form = self.form
         texts = [] if form is None else [(text, form.before) for text in form.texts(forced.functions)]
-        every = [encode_behind(self.tokenizer, text, before) for text, before in texts]
+        every = [encode_after(self.tokenizer, text, before) for text, before in texts]
         alike = takewhile(lambda column: len({*column}) == 1, zip(*every, strict=False))
         ids = tuple(self._known([token for token, *_ in alike]))
         if not ids:
@@ -78,7 +78,7 @@ class Texts:
         """The ids of a text after the text `before` or, if that is empty, of a whole prompt with any beginning-of-text
         token."""
         return self._known(
-            encode_behind(self.tokenizer, value, before) if before else encode_text(self.tokenizer, value)
+            encode_after(self.tokenizer, value, before) if before else encode_text(self.tokenizer, value)
         )
 
     def checked(self, ids: Sequence[int]) -> list[int]:

@@ -173,7 +173,7 @@ def old_log_probs_source(settings: TrainSettings) -> OldLogProbs:
         return asked
     if not passes_before_update(settings):
         return "update"
-    return "auto" if asked == "auto" and not passes_besides(settings) else "pass"
+    return "auto" if asked == "auto" and not reasons_for_pass(settings) else "pass"
 
 
 def said_of_old_log_probs(settings: TrainSettings) -> list[str]:
@@ -186,7 +186,7 @@ def said_of_old_log_probs(settings: TrainSettings) -> list[str]:
         case "auto":
             text = "engine, held in every step against a pass over some of its rows"
         case _:
-            text = f"pass: {'; '.join(passes_besides(settings))}"
+            text = f"pass: {'; '.join(reasons_for_pass(settings))}"
     return [f"algorithm.old_log_probs {text}"]
 
 
@@ -210,7 +210,7 @@ def engine_is_apart(settings: TrainSettings) -> list[str]:
     return reasons
 
 
-def passes_besides(settings: TrainSettings) -> list[str]:
+def reasons_for_pass(settings: TrainSettings) -> list[str]:
     """Why the engine's log-probs cannot stand for the policy's own; empty if they may be the same but for rounding."""
     algorithm, reasons = settings.algorithm, engine_is_apart(settings)
     if algorithm.correction.name != "none":

@@ -246,7 +246,7 @@ def _apply_layer(model: Model, groups: Sequence[Params], stream: _Stream, shardi
     return apply_layer
 
 
-class _Again:
+class _RegatheredTensors:
     """Tensors for the backward pass: gathered again at the first request, freed after the last."""
 
     def __init__(self, take: Callable[[], Sequence[Tensor]]) -> None:
@@ -279,7 +279,7 @@ def _freed(tensors: Sequence[Tensor], take: Callable[[], Sequence[Tensor]]) -> s
     keep, give = around or (torch.Tensor.detach, lambda kept: kept)
     # pack lives as long as its results, so it must not hold the tensors
     owners = {(x.untyped_storage()._cdata, x.dtype): number for number, x in enumerate(tensors)}
-    again = _Again(take)
+    again = _RegatheredTensors(take)
 
     def pack(x: Tensor) -> Any:
         number = owners.get((x.untyped_storage()._cdata, x.dtype)) if x.numel() else None

@@ -43,7 +43,7 @@ def log(monkeypatch) -> list[Any]:
     monkeypatch.setattr(adapters, "load_actor", noting("actor", ("model", "params")))
     monkeypatch.setattr(adapters, "load_critic", noting("critic", ("critic model", "critic params")))
     monkeypatch.setattr(adapters, "on_device", noting("device", lambda params, device: f"{params} there"))
-    monkeypatch.setattr(adapters, "_as_base", noting("base", ("coded model", "coded params")))
+    monkeypatch.setattr(adapters, "_quantised_base", noting("base", ("coded model", "coded params")))
     monkeypatch.setattr(adapters, "_on_base", noting("on base", ("shared model", "shared params")))
     monkeypatch.setattr(adapters, "reader_params", noting("reader", "reader params"))
     monkeypatch.setattr(adapters, "bare_model", noting("bare", lambda section, critic=None: (section, critic)))
@@ -153,7 +153,7 @@ def test_a_base_is_quantised_where_it_is_asked_for(monkeypatch, kind):
     monkeypatch.setattr(adapters.bases, "quantise", lambda *args, **named: (args, named))
     model: Any = "model"
     params: Any = "params"
-    found = adapters._as_base(kind, model, params, LOCAL, CPU)
+    found = adapters._quantised_base(kind, model, params, LOCAL, CPU)
     named = {"mesh": LOCAL, "device": CPU}
     assert found == (("model", "params") if kind == "float" else (("model", "params", kind), named))
 

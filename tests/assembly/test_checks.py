@@ -59,7 +59,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     monkeypatch.setattr(inputs, "config_place", lambda path, name: (path, name))
     monkeypatch.setattr(inputs, "config_of", lambda section, place: place[0])
     monkeypatch.setattr(inputs, "bare_model", bare)
-    monkeypatch.setattr(inputs, "lacks_something", lambda names, *, compiled: True)
+    monkeypatch.setattr(inputs, "kernels_need_check", lambda names, *, compiled: True)
     monkeypatch.setattr(inputs.data, "vocabulary_size", lambda config: f"rows of {config}")
     for name, of in {
         "check_scorers": lambda reward, common, words, mesh, *, pool, rows: (pool[0], sizes(pool[1]), sizes(mesh)),

@@ -237,7 +237,7 @@ def test_the_chat_template_of_a_tool_is_asked_about_its_messages(turns, monkeypa
     asked: list[Any] = []
     checked: list[Any] = []
     monkeypatch.setattr(engines, "chat_template", lambda words, **named: asked.append(named) or PlainText(words))
-    monkeypatch.setattr(engines, "_check_anew", lambda *args: checked.append(args))
+    monkeypatch.setattr(engines, "_check_thinking_drop", lambda *args: checked.append(args))
     for thinking in ("keep", "drop"):
         own = attrs.evolve(TURNS, respond="tests.rollout.functions:adder", failure=failure, thinking=thinking)
         with answered(RolloutSettings(turns=own), DataSettings(chat=True)) as found:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fppo import losses
-from fppo.assembly.idle import said_of_idle
+from fppo.assembly.idle import idle_lines
 from fppo.settings import files
 from fppo.settings.train import TrainSettings
 
@@ -19,7 +19,7 @@ OF_RATIO = "one update a step: the ratio is 1; "
 
 def said(*changes):
     every = {name: value for each in changes for name, value in each.items()}
-    return said_of_idle(files.replace(TrainSettings(), every))
+    return idle_lines(files.replace(TrainSettings(), every))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from fppo.assembly import supervised as supervised_module
 from fppo.assembly.inputs import Tried
-from fppo.assembly.run import DrawnPrompts
+from fppo.assembly.run import PromptRecord
 from fppo.assembly.supervised import COMMAND, SupervisedInputs
 from fppo.data import DemonstrationSet
 from fppo.data.conversations import Answers, Imitated, digest_of_demonstrations
@@ -214,7 +214,7 @@ def test_a_supervised_run_is_built_of_its_parts(tmp_path, monkeypatch, log, give
     assert own.steps == steps
     assert own.update == ("measured", update, forward, tools.lane)
     sets = {"prompts": inputs.rows, **({"held-out prompts": inputs.held_out} if held_out else {})}
-    assert made.drawn == DrawnPrompts(sets, may_change=True, digests_of=digest_of_demonstrations, made_by=COMMAND)
+    assert made.drawn == PromptRecord(sets, may_change=True, digests_of=digest_of_demonstrations, made_by=COMMAND)
     assert made.shapes == {".actor.w": (True, True)}
     assert (made.inputs, made.model, made.mesh is mesh, made.device) == (inputs, MODEL, True, CPU)
     assert isinstance(made.model, Model)

@@ -14,7 +14,7 @@ from fppo import metrics, models, tree
 from fppo.assembly import roles
 from fppo.assembly.inputs import read_inputs
 from fppo.assembly.parts import device_of
-from fppo.assembly.pools import RolePlaces, home_of
+from fppo.assembly.pools import RolePlaces, batch_device_of
 from fppo.assembly.run import assemble
 from fppo.fleet import HERE, Group, Processes, RankSpec, at_once
 from fppo.key import Key
@@ -109,8 +109,8 @@ def test_batches_are_on_the_host_if_all_models_are_elsewhere(task, monkeypatch):
     assert device_of("auto", settings.placement) == gpu
     assert device_of("auto", without.placement) == cpu
     for places, home in (("actor critic reward", cpu), ("actor critic", gpu), ("actor reward", gpu), ("critic", gpu)):
-        assert home_of(places.split(), gpu, settings.model_roles) == home
-    assert home_of(["actor", "reward"], gpu, settings.model_roles - {"critic"}) == cpu
+        assert batch_device_of(places.split(), gpu, settings.model_roles) == home
+    assert batch_device_of(["actor", "reward"], gpu, settings.model_roles - {"critic"}) == cpu
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ TAUGHT = tiny_run.NO_KL | {"algorithm__advantage": "distill", "model__teacher_pa
     ],
 )
 def test_batches_are_on_the_device_where_a_model_is_here(tmp_path, places, changes, here):
-    found = pools.home_of(places, GPU, tiny_run.settings(tmp_path, **changes).model_roles)
+    found = pools.batch_device_of(places, GPU, tiny_run.settings(tmp_path, **changes).model_roles)
     assert found == (GPU if here else torch.device("cpu"))
 
 

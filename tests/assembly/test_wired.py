@@ -224,7 +224,7 @@ def test_a_run_is_built_of_its_parts(tmp_path, monkeypatch, log, engines, change
         passes=lambda *args: ("passes", *args),
         begin="begin",
     )
-    results: dict[str, Any] = {"read_inputs": inputs, "home_of": CPU, "make_roles": own, "engine_options": None}
+    results: dict[str, Any] = {"read_inputs": inputs, "batch_device_of": CPU, "make_roles": own, "engine_options": None}
     names = (
         "input_lines",
         "clock_lines",
@@ -236,7 +236,7 @@ def test_a_run_is_built_of_its_parts(tmp_path, monkeypatch, log, engines, change
         "_truth",
         "_evaluation",
     )
-    for name in (*results, *names, "_drawn", "_shapes", "sharing_hindrances", "said_of_old_log_probs", "said_of_idle"):
+    for name in (*results, *names, "_drawn", "_shapes", "sharing_hindrances", "said_of_old_log_probs", "idle_lines"):
         log.stub(name, results.get(name, [name] if name.endswith("lines") else None))
     for name in ("scoring", "answering", "_engine_pool" if engines else "_engine"):
         log.stub(name, enters=True)
@@ -252,11 +252,11 @@ def test_a_run_is_built_of_its_parts(tmp_path, monkeypatch, log, engines, change
     section, rollout, key = settings.model, settings.rollout, Key(6)
     assert seen == [(settings, GPU), (plain_settings, GPU)]
     assert log.of("read_inputs") == ((settings,), {"mesh": mesh, "kernels": "own kernels", "device": GPU})
-    assert log.of("home_of") == ((groups, GPU, settings.model_roles), {})
+    assert log.of("batch_device_of") == ((groups, GPU, settings.model_roles), {})
     rows = settings.data if settings.in_turns else None
     differing = RUN.files.differing(settings, plain_settings)
     assert log.of("input_lines") == (
-        (inputs, section, settings.placement, differing, [f"of {GPU}"], "<said_of_old_log_probs>", "<said_of_idle>"),
+        (inputs, section, settings.placement, differing, [f"of {GPU}"], "<said_of_old_log_probs>", "<idle_lines>"),
         {"thinking": "keep", "rows": rows},
     )
     (given, kernels, local, at), named = log.of("make_roles")

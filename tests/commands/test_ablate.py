@@ -12,7 +12,7 @@ import pytest
 
 from fppo.commands import ablate, actions, cli
 from fppo.pipeline import replay
-from fppo.pipeline.swap import Parting
+from fppo.pipeline.swap import StageDifference
 from fppo.settings.ablate import AblateSettings
 from fppo_kernels.log_probs.reference import reference
 from fppo_kernels.table import BUILTIN, Implementation, Kernels
@@ -384,8 +384,8 @@ def test_a_kernel_is_compared_in_a_step_of_its_own_against_the_runs_own(tmp_path
     )
     monkeypatch.setattr(ablate, "assemble", assemble)
     monkeypatch.setattr(ablate.swap, "trace", trace)
-    part = Parting(stage="values", leaf="x", leaves=3, differing=1, max_abs=0.5, relative=0.25)
-    monkeypatch.setattr(ablate.swap, "partings", lambda *given: {("trace", "step"): [part]}[given])
+    part = StageDifference(stage="values", leaf="x", leaves=3, differing=1, max_abs=0.5, relative=0.25)
+    monkeypatch.setattr(ablate.swap, "stage_differences", lambda *given: {("trace", "step"): [part]}[given])
     found = ablate._compared(reference, "log_probs", Implementation(doubled))
     (kernels,) = watched
     assert kernels.log_probs is doubled

@@ -21,7 +21,7 @@ from fppo.commands.actions import CommandRank
 from fppo.commands.check import Rewarded, ShownPrompt
 from fppo.data import prompt_set
 from fppo.pipeline.replay import Difference, DifferingLeaf
-from fppo.pipeline.swap import Parting
+from fppo.pipeline.swap import StageDifference
 from fppo.quickstart import character_tokenizer
 from fppo.runtime.mesh import LOCAL, Axis, Mesh
 from fppo.settings import files, machine, modules, places
@@ -425,7 +425,7 @@ def test_free_bytes_are_those_of_the_disk_that_a_directory_would_be_on(tmp_path,
 
 def parting(stage, **changes):
     given = {"stage": stage, "leaf": None, "leaves": 4, "differing": 0, "max_abs": 0.0, "relative": 0.0}
-    return attrs.asdict(Parting(**(given | changes)))
+    return attrs.asdict(StageDifference(**(given | changes)))
 
 
 def test_where_a_kernel_parts_is_a_table_of_stages():
@@ -567,7 +567,7 @@ def test_a_replay_goes_on_from_span_to_span_to_the_first_difference(
     monkeypatch.setattr(actions, "beginning", lambda directory, step: step - 3)
     monkeypatch.setattr(actions, "restored", lambda assembly, directory, begin: SimpleNamespace(step=begin))
     monkeypatch.setattr(actions.starts, "spans", lambda directory, a, b: {(3, 5): [(one, 3), (two, 5)]}[a, b])
-    monkeypatch.setattr(actions, "on_ground_of", lambda directory, until: [f"as up to {until}"])
+    monkeypatch.setattr(actions, "match_ground", lambda directory, until: [f"as up to {until}"])
     monkeypatch.setattr(actions.starts, "made_by", lambda directory: "maker")
     monkeypatch.setattr(actions, "_steps_again", again)
     monkeypatch.setattr(actions.replays, "replay", replayed)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fppo import data
 from fppo.data import Fields, Row, encode_demonstrations, imitated_conversation
 from fppo.data.chat import end_of_turn, render_chat
-from fppo.data.tokenizers import encode_behind
+from fppo.data.tokenizers import encode_after
 from fppo.pipeline.truth import right_answers
 from fppo.rollout.engine import Sampling
 from fppo.rollout.turns.observations import PlainText, chat_template
@@ -29,7 +29,7 @@ def whole_of(words, text):
 @given(before=texts, text=texts)
 def test_tokens_behind_a_text_are_those_of_the_whole_or_spell_the_text(kind, before, text):
     words = pieces.tokenizer(kind)
-    head, found = whole_of(words, before), encode_behind(words, text, before)
+    head, found = whole_of(words, before), encode_after(words, text, before)
     whole = whole_of(words, before + text)
     if head and whole[: len(head)] == head:
         assert [*head, *found] == whole
@@ -85,5 +85,5 @@ def test_tokens_that_would_cross_the_border_stay_apart():
     """The prompt has been read: its last token is not joined by the first of the answer."""
     words = tokenizer_of("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert whole_of(words, "The answer")[: len(whole_of(words, "The answ"))] != whole_of(words, "The answ")
-    assert words.decode(encode_behind(words, "er is", "The answ")) == "er is"
-    assert encode_behind(words, "", "The") == []
+    assert words.decode(encode_after(words, "er is", "The answ")) == "er is"
+    assert encode_after(words, "", "The") == []

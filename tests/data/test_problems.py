@@ -50,7 +50,7 @@ def noted(pairs):
 @settings(max_examples=60)
 @given(found, found)
 def test_problems_of_two_sets_are_those_of_one_with_all(first, second):
-    both = noted(first).and_those_of(noted(second))
+    both = noted(first).merged_with(noted(second))
     whole = noted(first + second)
     assert both.count == whole.count
     assert both.text("data") == whole.text("data")

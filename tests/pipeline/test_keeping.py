@@ -15,7 +15,15 @@ from fppo import metrics
 from fppo.data.cursor import DataCursor
 from fppo.key import Key
 from fppo.pipeline import ahead
-from fppo.pipeline.ahead import AheadSampler, Newest, Sampled, UnderWay, check_interrupts, keep, sample_ahead
+from fppo.pipeline.ahead import (
+    AheadSampler,
+    NewestWeights,
+    PendingBatches,
+    Sampled,
+    check_interrupts,
+    keep,
+    sample_ahead,
+)
 from fppo.pipeline.program import RunState
 from fppo.steps.train_state import TrainState
 from tests.pipeline.test_step import BATCH, Stages
@@ -38,7 +46,7 @@ def keeping(log: list[Any]) -> Any:
 
 def test_weights_are_kept_once_for_each_version_and_given_before_they_are_sent():
     log: list[Any] = []
-    program, newest = keeping(log), Newest()
+    program, newest = keeping(log), NewestWeights()
     assert keep(run_of(3), program=program)["w"].item() == 103
     assert log == [("hold", 3.0), ("bring", 103.0)]
     log.clear()
@@ -69,11 +77,11 @@ def part(number: int) -> Sampled:
     return Sampled((batch,), DataCursor(position=number), timings)
 
 
-def under_way(count: int, done: tuple[int, ...]) -> tuple[UnderWay, list[Any]]:
+def under_way(count: int, done: tuple[int, ...]) -> tuple[PendingBatches, list[Any]]:
     results = [Future[Sampled]() for _ in range(count)]
     for number in done:
         results[number].set_result(part(number))
-    return UnderWay(deque(results)), results
+    return PendingBatches(deque(results)), results
 
 
 @pytest.mark.parametrize(
@@ -138,13 +146,13 @@ class Steps:
         self.log.append(("now", first, count))
         return Sampled(tuple(range(first, first + count)), DataCursor(position=first), {})
 
-    def start(self, run: RunState, count: int, **_: Any) -> UnderWay:
+    def start(self, run: RunState, count: int, **_: Any) -> PendingBatches:
         first = run.step + len(run.ahead)
         self.log.append(("start", first, count))
         results = [Future[Sampled]() for _ in range(count)]
         for number, result in enumerate(results):
             result.set_result(Sampled((first + number,), DataCursor(position=first + number), {}))
-        return UnderWay(deque(results))
+        return PendingBatches(deque(results))
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])

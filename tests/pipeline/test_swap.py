@@ -13,7 +13,7 @@ from fppo import metrics, tree
 from fppo.batch import Column
 from fppo.key import Key
 from fppo.pipeline.program import RunState
-from fppo.pipeline.swap import ANNOTATIONS, ESTIMATES, Parting, Trace, partings, trace, watch
+from fppo.pipeline.swap import ANNOTATIONS, ESTIMATES, StageDifference, Trace, stage_differences, trace, watch
 from fppo.steps.train_state import TrainState
 from fppo_kernels.table import Kernels
 from tests import tiny
@@ -53,7 +53,7 @@ STAGES = ["rollout", *ANNOTATIONS, "advantages", "critic gradients", "critic sta
 
 
 def test_equal_steps_part_nowhere():
-    found = partings(step_of(), step_of())
+    found = stage_differences(step_of(), step_of())
     assert [x.stage for x in found] == STAGES
     assert all((x.leaf, x.max_abs, x.relative, x.worst, x.differing) == (None, 0.0, 0.0, 0.0, 0) for x in found)
     leaves = {x.stage: x.leaves for x in found}
@@ -69,10 +69,10 @@ def test_a_column_that_differs_parts_its_own_stage_by_its_largest_difference(nam
     place = (1, 2, *[0] * (column.dim() - 2))
     other[place] -= 0.25
     other[(0,) * column.dim()] += 0.125
-    found = {x.stage: x for x in partings(step_of(), step_of(attrs.evolve(WHOLE, **{name: other})))}
+    found = {x.stage: x for x in stage_differences(step_of(), step_of(attrs.evolve(WHOLE, **{name: other})))}
     stage = "advantages" if name in ESTIMATES else name
     relative = 0.25 / column.abs().max().item()
-    expected = Parting(
+    expected = StageDifference(
         stage=stage,
         leaf=name,
         max_abs=pytest.approx(0.25),
@@ -87,7 +87,7 @@ def test_a_column_that_differs_parts_its_own_stage_by_its_largest_difference(nam
 
 def test_of_several_leaves_the_first_is_named_and_the_worst_is_counted():
     rows = attrs.evolve(WHOLE, token_rewards=WHOLE.token_rewards + 0.01, returns=WHOLE.returns * 3)
-    (found,) = [x for x in partings(step_of(), step_of(rows)) if x.leaf is not None]
+    (found,) = [x for x in stage_differences(step_of(), step_of(rows)) if x.leaf is not None]
     assert (found.stage, found.leaf, found.differing) == ("advantages", "token_rewards", 2)
     assert found.max_abs == pytest.approx(0.01)
     assert found.worst == pytest.approx(2.0)  # of the returns
@@ -96,11 +96,11 @@ def test_of_several_leaves_the_first_is_named_and_the_worst_is_counted():
 
 def test_gradients_and_states_part_by_role():
     gradients = step_of().gradients | {"actor": [("a", torch.tensor([2.0, -5.0])), ("b", torch.ones(1))]}
-    found = {x.stage: x for x in partings(step_of(), step_of(gradients=gradients)) if x.leaf is not None}
+    found = {x.stage: x for x in stage_differences(step_of(), step_of(gradients=gradients)) if x.leaf is not None}
     assert list(found) == ["actor gradients"]
     assert (found["actor gradients"].leaf, found["actor gradients"].relative) == ("a", 0.25)
     moved = RunState(actor=state(1.0), critic=state(2.5), key=Key(0))
-    found = {x.stage: x for x in partings(step_of(), step_of(after=moved)) if x.leaf is not None}
+    found = {x.stage: x for x in stage_differences(step_of(), step_of(after=moved)) if x.leaf is not None}
     assert list(found) == ["critic state"]
     assert (found["critic state"].leaf, found["critic state"].max_abs) == (".params['a']", 0.5)
 
@@ -118,7 +118,7 @@ def test_gradients_and_states_part_by_role():
     ids=["another shape", "another dtype", "gone", "no number", "infinite", "equal"],
 )
 def test_what_cannot_be_compared_is_infinitely_far(other, gap):
-    found = {x.stage: x for x in partings(step_of(), step_of(attrs.evolve(WHOLE, values=other)))}["values"]
+    found = {x.stage: x for x in stage_differences(step_of(), step_of(attrs.evolve(WHOLE, values=other)))}["values"]
     assert (found.max_abs, found.relative) == (gap, gap)
     assert (found.leaf is None) == (gap == 0)
 
@@ -128,7 +128,7 @@ def test_infinities_in_both_are_equal_and_large_is_what_is_finite():
     here[0, :2] = there[0, :2] = torch.tensor([torch.inf, -torch.inf])
     there[1, 2] -= 0.25
     steps = [step_of(attrs.evolve(WHOLE, values=x)) for x in (here, there)]
-    (found,) = [x for x in partings(*steps) if x.stage == "values"]
+    (found,) = [x for x in stage_differences(*steps) if x.stage == "values"]
     assert found.max_abs == pytest.approx(0.25)
     assert found.relative == pytest.approx(0.25 / here[here.isfinite()].abs().max().item())
 
@@ -138,18 +138,20 @@ def test_numbers_that_are_none_in_both_are_equal_and_zeros_are_far_by_their_diff
     nan[0, 0] = torch.nan
     both = [attrs.evolve(WHOLE, values=x) for x in (nan, nan.clone())]
     both[1].values[0, 1] += 0.5
-    (found,) = [x for x in partings(*map(step_of, both)) if x.leaf is not None]
+    (found,) = [x for x in stage_differences(*map(step_of, both)) if x.leaf is not None]
     assert found.max_abs == pytest.approx(0.5)
     zeros = attrs.evolve(WHOLE, values=torch.zeros(SHAPE))
     (found,) = [
-        x for x in partings(step_of(zeros), step_of(attrs.evolve(WHOLE, values=torch.full(SHAPE, 0.5)))) if x.leaf
+        x
+        for x in stage_differences(step_of(zeros), step_of(attrs.evolve(WHOLE, values=torch.full(SHAPE, 0.5))))
+        if x.leaf
     ]
     assert (found.max_abs, found.relative) == (0.5, 0.5)
 
 
 def test_objects_of_rows_differ_or_do_not():
     other = attrs.evolve(WHOLE, finish=Column(["length"] * ROWS))
-    (found,) = [x for x in partings(step_of(), step_of(sampled=other)) if x.leaf is not None]
+    (found,) = [x for x in stage_differences(step_of(), step_of(sampled=other)) if x.leaf is not None]
     assert (found.stage, found.differing, found.max_abs) == ("rollout", 1, math.inf)
 
 
@@ -157,7 +159,7 @@ def test_a_step_without_a_critic_or_a_rollout_has_fewer_stages():
     alone = RunState(actor=state(1.0), key=Key(0))
     bare = step_of(BARE, sampled=None, after=alone, gradients={"actor": step_of().gradients["actor"]})
     there = [name for name in ANNOTATIONS if getattr(BARE, name) is not None]
-    assert [x.stage for x in partings(bare, bare)] == [*there, "advantages", "actor gradients", "actor state"]
+    assert [x.stage for x in stage_differences(bare, bare)] == [*there, "advantages", "actor gradients", "actor state"]
 
 
 def updating(role, watched):
@@ -224,5 +226,5 @@ def test_gradients_of_a_role_are_those_of_its_own_update_with_all_its_parameters
     found = trace(run, program=program, draw="draw", watched=watched)
     assert {role: [name for name, _ in grads] for role, grads in found.gradients.items()} == {"actor": ["a", "b"]}
     assert found.gradients["actor"][0][1].tolist() == [5.0, 5.0]
-    stages = [x.stage for x in partings(found, found)]
+    stages = [x.stage for x in stage_differences(found, found)]
     assert [name for name in STAGES[-4:] if name in stages] == ["critic state", "actor gradients", "actor state"]

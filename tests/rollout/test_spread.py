@@ -12,7 +12,7 @@ from fppo.batch import Column, Prompts
 from fppo.key import Key
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.requests import Request
-from fppo.rollout.spread import SpreadEngine, requested_together
+from fppo.rollout.spread import SpreadEngine, merged_shares
 from fppo.runtime.mesh import AXES, place_on
 from fppo.runtime.simulate import simulate
 from fppo.steps.ranks import deal
@@ -89,7 +89,7 @@ def test_ranks_give_together_what_one_process_gives(asked, n, mesh_of, routed, l
         numbers = [(number - 7) // 2 for number in own.prompts.row_ids.tolist()]
         assert {*mine} <= {*numbers} or not mine
         assert torch.equal(own.limits, limits[numbers])
-        assert numbers == (requested_together(shares, mesh, together) or [0])
+        assert numbers == (merged_shares(shares, mesh, together) or [0])
 
 
 @settings(max_examples=30)
@@ -97,7 +97,7 @@ def test_ranks_give_together_what_one_process_gives(asked, n, mesh_of, routed, l
 def test_ranks_that_differ_on_some_axes_alone_ask_the_same(count, axes):
     def on_rank(mesh):
         shares = deal(count, mesh)
-        return [mesh[name].rank for name in ("shard", "tensor")], shares, requested_together(shares, mesh, axes)
+        return [mesh[name].rank for name in ("shard", "tensor")], shares, merged_shares(shares, mesh, axes)
 
     every = simulate({"shard": 2, "tensor": 2}, on_rank)
     for place, shares, found in every:

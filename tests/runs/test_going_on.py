@@ -289,7 +289,12 @@ def test_commands_that_do_not_train_read_the_configs_of_the_run(tmp_path, kind, 
 def test_an_export_is_of_what_the_run_has(tmp_path, monkeypatch, role, merge, kind, lora):
     kept: list[Any] = []
     names = {"_export_adapted": None, "bare": lambda settings: "bare", "params": "params", "device_of": "device"}
-    names |= {"bare_model": "model", "load_tokenizer": "words", "policy_generation": "generation", "load_images": None}
+    names |= {
+        "bare_model": "model",
+        "load_tokenizer": "words",
+        "policy_generation": "generation",
+        "load_images": None,
+    }
     stand_in(monkeypatch, saved, kept, **names)
     stand_in(monkeypatch, saved.models, kept, save=None)
     monkeypatch.setattr(saved.checkpoint, "place_of", lambda directory, step: directory / str(step))

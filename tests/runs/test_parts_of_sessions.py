@@ -15,7 +15,7 @@ import attrs
 import pytest
 import torch
 
-from fppo.assembly.run import DrawnPrompts
+from fppo.assembly.run import PromptRecord
 from fppo.key import Key
 from fppo.pipeline.program import RunState
 from fppo.pipeline.train import StepRecord
@@ -37,7 +37,7 @@ simple = types.SimpleNamespace
 
 
 def prompts(may_change, made_by=None, **sets):
-    return DrawnPrompts(sets=sets, may_change=may_change, digests_of=lambda x: {"as tokens": x}, made_by=made_by)
+    return PromptRecord(sets=sets, may_change=may_change, digests_of=lambda x: {"as tokens": x}, made_by=made_by)
 
 
 @pytest.mark.parametrize("may_change", [False, True])
@@ -52,7 +52,7 @@ def test_prompts_that_a_checkpoint_noted_may_change_if_a_setting_says(monkeypatc
         return capsys.readouterr().err
 
     held_out = {"held-out prompts": "c"}
-    own = DrawnPrompts(sets={"prompts": "a", **held_out}, may_change=may_change, digests_of=lambda x: {"as tokens": x})
+    own = PromptRecord(sets={"prompts": "a", **held_out}, may_change=may_change, digests_of=lambda x: {"as tokens": x})
     resuming.check_prompts(own, path, speaks=speaks)
     said = "going on with other data than step_00000003 was made with: the held-out prompts as tokens\n"
     assert capsys.readouterr().err == (said if speaks else "")

@@ -82,7 +82,7 @@ def test_old_log_probs_come_from_the_cheapest_sound_source(given):
     settings = make(given)
     before, besides = reasons(given)
     assert begins(resolve.passes_before_update(settings), before)
-    assert begins(resolve.passes_besides(settings), besides)
+    assert begins(resolve.reasons_for_pass(settings), besides)
     asked = given["algorithm.old_log_probs"]
     if given["rollout.exact"]:
         expected = "engine"
@@ -108,7 +108,7 @@ def test_each_reason_alone_is_enough(name):
         given = USUAL | {name: value}
         before, besides = reasons(given)
         assert begins(resolve.passes_before_update(make(given)), before)
-        assert begins(resolve.passes_besides(make(given)), besides)
+        assert begins(resolve.reasons_for_pass(make(given)), besides)
 
 
 SHARING = {

@@ -20,7 +20,7 @@ from fppo.environments.runner import Player, calls_of
 from fppo.rollout.engine import Ask, Engine, Sampling
 from fppo.rollout.generated import opened
 from fppo.rollout.records import check_prompts, number_rows, response_limits
-from fppo.rollout.spread import requested_together
+from fppo.rollout.spread import merged_shares
 from fppo.rollout.turns.chains import Chain
 from fppo.rollout.turns.games import DRAWS, EPISODE
 from fppo.rollout.turns.observations import Encode, said_message
@@ -117,7 +117,7 @@ class TurnsEngine:
         engine, version = self.engine, ask.version
         with opened(engine, params, version=version, together=AXES) as requests, calls_of(self.tools) as calls:
             axes = requests.together
-            chains = self._chains(ask, openings, requested_together(dealt, mesh, axes))
+            chains = self._chains(ask, openings, merged_shares(dealt, mesh, axes))
             Play(self._rules(ask, on_done), chains, requests, calls, self._agreement(ask, axes)).run()
         records = Records(
             ask=ask,

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import attrs
 
 from fppo.data.chat import PLAIN, ChatOptions, EndlessTemplate, encode_chat, render_chat, write_chat
-from fppo.data.tokenizers import encode_behind, within
+from fppo.data.tokenizers import encode_after, within
 from fppo.environments.protocol import Message, Reply
 
 _MARK, _THOUGHT = "fppomark", "fppothought"
@@ -42,7 +42,7 @@ class PlainText:
     def __call__(self, messages: Sequence[Mapping[str, Any]], end: int) -> list[int]:
         """The tokens of the text."""
         text = "".join(message["content"] for message in messages)
-        return encode_behind(self.tokenizer, text, self.tokenizer.decode([end]))
+        return encode_after(self.tokenizer, text, self.tokenizer.decode([end]))
 
 
 @attrs.frozen
@@ -71,7 +71,7 @@ class ChatTemplate:
             return self._behind_a_call(tail, end)
         space, match, rest = tail.partition(stop) if stop else ("", "", "")
         if match and not space.strip():
-            return encode_behind(self.tokenizer, rest, stop)
+            return encode_after(self.tokenizer, rest, stop)
         ids = self.encoded(tail)
         first = self._first_special(ids)
         if first is not None and (end, ids[first]) == self.in_place and not self.tokenizer.decode(ids[:first]).strip():
@@ -116,7 +116,7 @@ class ChatTemplate:
 
     def encoded(self, text: str) -> list[int]:
         """The tokens of a text that the template wrote after an assistant's words."""
-        return encode_behind(self.tokenizer, text, _MARK)
+        return encode_after(self.tokenizer, text, _MARK)
 
     def special(self) -> set[int]:
         """The ids of special and added tokens."""
