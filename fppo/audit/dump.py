@@ -46,8 +46,7 @@ PRESETS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 GROUPED = ("grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline")
-ESTIMATORS = ("gae", *GROUPED)
-POLICY_LOSSES = ("ppo_clip", "gspo", "sapo", "gpg", "cispo", "gmpo", "dppo_tv", "dppo_kl", "dro", "vespo")
+ESTIMATORS = {name: getattr(advantages, name) for name in ("gae", *GROUPED)}
 
 
 @attrs.frozen(kw_only=True)
@@ -188,7 +187,7 @@ def _estimated(columns: Mapping[str, Tensor], recipe: Recipe) -> tuple[Tensor, T
     if lacking := [name for name in needs if name not in columns]:
         return f"the file has no {' and no '.join(lacking)}, which {recipe.estimator} reads"
     first, second = (columns[name] for name in needs)
-    fn = _function(advantages, "estimator", recipe.estimator, ESTIMATORS, recipe.estimator_settings)
+    fn = _function(ESTIMATORS, "estimator", recipe.estimator, recipe.estimator_settings)
     order = (first, second, columns["mask"]) if recipe.estimator == "gae" else (first, columns["mask"], second)
     result = fn(*order, **recipe.estimator_settings)
     whitened = advantages.whiten(result.advantages, columns["mask"]) if recipe.whiten else result.advantages
@@ -200,7 +199,7 @@ def _losses(columns: Mapping[str, Tensor], recipe: Recipe) -> tuple[Tensor, Tens
     if lacking := [name for name in ("log_probs", "old_log_probs", "advantages") if name not in columns]:
         return f"the file has no {' and no '.join(lacking)}"
     mask, leaf = columns["mask"], columns["log_probs"].clone().requires_grad_()
-    fn = _function(losses, "loss", recipe.loss, POLICY_LOSSES, recipe.loss_settings)
+    fn = _function(losses.POLICY_LOSSES, "loss", recipe.loss, recipe.loss_settings)
     if recipe.mode not in losses.MODES:
         raise UsageError(f"--mode {recipe.mode!r}: {did_you_mean(recipe.mode, losses.MODES)}")
     weights = losses.loss_weights(mask, recipe.mode, totals=losses.count_totals(mask), horizon=recipe.horizon)
@@ -209,11 +208,13 @@ def _losses(columns: Mapping[str, Tensor], recipe: Recipe) -> tuple[Tensor, Tens
     return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
 
-def _function(room: Any, kind: str, name: str, names: Sequence[str], settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """Look up a function of a module by name. Raises UsageError for an unknown name or keyword."""
-    if name not in names:
-        raise UsageError(f"--{kind} {name!r}: {did_you_mean(name, names)}")
-    fn = getattr(room, name)
+def _function(
+    functions: Mapping[str, Callable[..., Any]], kind: str, name: str, settings: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Look up a function by name. Raises UsageError for an unknown name or keyword."""
+    if name not in functions:
+        raise UsageError(f"--{kind} {name!r}: {did_you_mean(name, functions)}")
+    fn = functions[name]
     parameters = [x for x in inspect.signature(fn).parameters.values() if x.kind is x.KEYWORD_ONLY]
     keywords = [x.name for x in parameters]
     if unknown := next((key for key in settings if key not in keywords), None):

@@ -48,7 +48,6 @@ ESTIMATORS: Mapping[str, Callable[..., Any]] = {
     "gae, exact values, lam 0": partial(advantages.gae, lam=0.0),
     "gae, lam_alpha 0.6": partial(advantages.gae, lam_alpha=0.6),
 }
-LOSSES = ("ppo_clip", "gspo", "sapo", "gpg", "cispo", "gmpo", "dppo_tv", "dppo_kl", "dro", "vespo")
 REFUSED = "refused"
 
 
@@ -179,7 +178,7 @@ def nearest(each: Sequence[Bias], worlds: Sequence[SmallWorld], coef: float) -> 
 
 def policy_losses(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
     """Bias of policy losses on the policy's own rows, and on rows of a lagging policy with its ratios."""
-    chosen = {name: getattr(losses, name) for name in LOSSES} | dict(own)
+    chosen = {**losses.POLICY_LOSSES, **own}
     lags = (0.0, 0.1, 0.5)
     worlds = {lag: [sizes.world(seed, lag=lag) for seed in range(sizes.worlds)] for lag in lags}
     rows = []

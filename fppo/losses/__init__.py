@@ -34,10 +34,15 @@ from fppo.losses.value import (
 )
 from fppo.losses.weights import MODES, Totals, count_totals, loss_weights, positive_weights
 
+POLICY_LOSSES = {  # by name: those that need no selection of tokens
+    fn.__name__: fn for fn in (ppo_clip, gspo, sapo, gpg, cispo, gmpo, dppo_tv, dppo_kl, dro, vespo)
+}
+
 __all__ = [
     "KL_KINDS",
     "LEVELS",
     "MODES",
+    "POLICY_LOSSES",
     "REJECTIONS",
     "REWARD_KINDS",
     "Correction",

@@ -291,6 +291,9 @@ def test_every_part_of_the_library_is_a_setting_by_its_name():
     of_policy = {path for path in public(losses, "tuple[Tokens, Metrics]") if ".value:" not in path}
     selections = {path for path in public(losses, "Mask") if "select_" in path}
     assert set(named["POLICY_LOSSES"]) == of_policy | selections
+    assert {f"{fn.__module__}:{name}" for name, fn in losses.POLICY_LOSSES.items()} == {
+        path for (path, *more) in tables.POLICY_LOSSES.values() if not more
+    }
     assert {path.partition(":")[2] for path in named["OPTIMIZERS"]} == {"adamw", "sgd", "lion", "muon"}
     del kinds["REWARDS"]  # some are decorated
     for found in kinds.values():  # so that help and checks know their keywords

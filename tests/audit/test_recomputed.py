@@ -55,9 +55,9 @@ def written(recipe, seed):
 
 RECIPES = st.builds(
     Recipe,
-    estimator=st.sampled_from(dump.ESTIMATORS),
+    estimator=st.sampled_from([*dump.ESTIMATORS]),
     whiten=st.booleans(),
-    loss=st.sampled_from(dump.POLICY_LOSSES),
+    loss=st.sampled_from([*losses.POLICY_LOSSES]),
     mode=st.sampled_from(losses.MODES),
     tolerance=st.sampled_from([1e-9, 1e-6]),
 )
@@ -318,14 +318,13 @@ def test_numbers_that_are_none_in_both_are_equal(tmp_path):
 
 def test_every_estimator_and_loss_of_a_recipe_has_its_keywords():
     """Only what follows the columns is a setting."""
-    for kind, room, names in (("estimator", advantages, dump.ESTIMATORS), ("loss", losses, dump.POLICY_LOSSES)):
-        for name in names:
-            fn = getattr(room, name)
+    for kind, functions in (("estimator", dump.ESTIMATORS), ("loss", losses.POLICY_LOSSES)):
+        for name, fn in functions.items():
             code = fn.__code__ if hasattr(fn, "__code__") else fn.__wrapped__.__code__
             keywords = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-            found = dump._function(room, kind, name, names, dict.fromkeys(keywords))
+            found = dump._function(functions, kind, name, dict.fromkeys(keywords))
             assert found is fn
             for wrong in ("mask", "scores", "lamb"):
                 with pytest.raises(dump.UsageError, match=f"--{kind}-settings {wrong}"):
-                    dump._function(room, kind, name, names, {wrong: 1})
+                    dump._function(functions, kind, name, {wrong: 1})
     assert {*dump.GROUPED} < {*dump.ESTIMATORS}
