@@ -35,7 +35,7 @@ TOUCHED: Mapping[str, tuple[str, ...]] = {  # the tests that reach a package
     "ipykernel": ("tests/test_notebooks.py",),
     "jaxtyping": ALL,
     "math-verify": ("tests/rewards",),
-    "matplotlib": ("tests/report", "tests/ablate", "tests/plan"),
+    "matplotlib": ("tests/report", "tests/studies/ablate", "tests/studies/plan"),
     "nbclient": ("tests/test_notebooks.py",),
     "numpy": ALL,
     "peft": ("tests/models/test_lora.py", "tests/models/test_lora_files.py"),
@@ -47,7 +47,7 @@ TOUCHED: Mapping[str, tuple[str, ...]] = {  # the tests that reach a package
     "tensorboard": ("tests/runs",),
     "torch": ALL,
     "transformers": ALL,
-    "triton": ("tests/kernels", "tests/ablate"),
+    "triton": ("tests/kernels", "tests/studies/ablate"),
     "tyro": ("tests/commands", "tests/settings"),
     "xxhash": ("tests/runtime", "tests/rollout"),
 }

@@ -24,8 +24,6 @@ from transformers import LlamaConfig
 
 from fppo import losses, models
 from fppo.key import Key
-from fppo.plan.case import Case, hardware_of
-from fppo.plan.passes import rows_of
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.simulate import simulate
 from fppo.steps.actor import UpdateActor
@@ -34,6 +32,8 @@ from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
 from fppo.steps.train_state import init_state
+from fppo.studies.plan.case import Case, hardware_of
+from fppo.studies.plan.passes import rows_of
 from fppo_kernels.attention.sdpa import sdpa
 from fppo_kernels.context import BLOCKS, Deal, deal, gathered_attention
 from fppo_kernels.padding import make_lengths

@@ -11,11 +11,11 @@ import torch
 from bench_tools import header, row  # beside this file
 from transformers import PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
-from fppo.plan import passes
-from fppo.plan.case import Case, hardware_of, problems
-from fppo.plan.measured import loads_of, measured
-from fppo.plan.track import Phase, peak_of
 from fppo.runtime.mesh import Mesh
+from fppo.studies.plan import passes
+from fppo.studies.plan.case import Case, hardware_of, problems
+from fppo.studies.plan.measured import loads_of, measured
+from fppo.studies.plan.track import Phase, peak_of
 from fppo_kernels.collectives import Axis, all_gather
 
 WIDTH, LEAST, VOCABULARY = 192, 4, 8192  # LEAST: layers, heads and experts, if no more ranks need them

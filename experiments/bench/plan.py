@@ -30,13 +30,13 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config
 
-from fppo.plan import passes
-from fppo.plan.case import Case, config_of, hardware_of
-from fppo.plan.measured import prepared, telling
-from fppo.plan.passes import model_of
-from fppo.plan.plan import plan, shard_numbers
-from fppo.plan.track import Tracker, peak_of
 from fppo.runtime.mesh import Mesh, Sharding
+from fppo.studies.plan import passes
+from fppo.studies.plan.case import Case, config_of, hardware_of
+from fppo.studies.plan.measured import prepared, telling
+from fppo.studies.plan.passes import model_of
+from fppo.studies.plan.plan import plan, shard_numbers
+from fppo.studies.plan.track import Tracker, peak_of
 
 SIZES = {"17M": (384, 6), "50M": (640, 8)}  # width and layers
 MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}

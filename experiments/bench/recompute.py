@@ -22,11 +22,11 @@ from fppo import models, tree
 from fppo.batch import Experience
 from fppo.key import Key
 from fppo.models.recompute import Recompute
-from fppo.plan import passes
-from fppo.plan.case import Case, hardware_of
-from fppo.plan.track import peak_of
 from fppo.steps.forward import Forward
 from fppo.steps.train_state import init_state
+from fppo.studies.plan import passes
+from fppo.studies.plan.case import Case, hardware_of
+from fppo.studies.plan.track import peak_of
 
 UPDATE = "update actor"
 HOW: dict[str, Recompute] = {"kept": False, "selective": "selective", "recomputed": True}

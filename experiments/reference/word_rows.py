@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from fppo import smol
+from fppo.quickstart import word_problems
 
 
 def train() -> Iterator[dict[str, Any]]:
-    return map(smol.row, smol.split()[0])
+    return map(word_problems.row, word_problems.split()[0])
 
 
 def test() -> Iterator[dict[str, Any]]:
-    return map(smol.row, smol.split()[1])
+    return map(word_problems.row, word_problems.split()[1])

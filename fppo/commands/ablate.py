@@ -15,9 +15,6 @@ import attrs
 import torch
 
 from fppo._errors import UsageError
-from fppo.ablate import ablate as run_all
-from fppo.ablate import operations, text
-from fppo.ablate.result import plain
 from fppo.assembly.parts import kernel_table, make_tools, with_own
 from fppo.assembly.run import assemble
 from fppo.commands import output
@@ -33,6 +30,9 @@ from fppo.settings import files
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.modules import kernels_named
 from fppo.settings.train import TrainSettings
+from fppo.studies.ablate import ablate as run_all
+from fppo.studies.ablate import operations, text
+from fppo.studies.ablate.result import plain
 from fppo_kernels import table as tables
 from fppo_kernels.table import Implementation, Kernels, Table
 
@@ -65,7 +65,7 @@ def ablate(settings: AblateSettings) -> int:
         output.write(settings.json, ablation.to_json())
     if settings.png is not None and ablation.rows:
         Path(settings.png).parent.mkdir(parents=True, exist_ok=True)
-        from fppo.ablate import chart  # here: it loads matplotlib
+        from fppo.studies.ablate import chart  # here: it loads matplotlib
 
         chart.save(ablation, Path(settings.png))
     if ablation.interrupted:

@@ -15,7 +15,6 @@ from huggingface_hub import HfApi
 from transformers.utils import logging as transformers_logging
 
 from fppo import quickstart as task
-from fppo import smol
 from fppo._errors import UsageError, printable
 from fppo.assembly.pools import groups_of
 from fppo.assembly.program import ROLLOUTS
@@ -30,6 +29,7 @@ from fppo.pipeline import replay as replays
 from fppo.pipeline.program import RunState
 from fppo.pipeline.supervised import imitate_steps
 from fppo.pipeline.train import StepsOf, iterate
+from fppo.quickstart import word_problems
 from fppo.report import write as report
 from fppo.report.card import Exported, Form, add_card
 from fppo.report.diff import diff as compare_runs
@@ -149,7 +149,7 @@ def smol_quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], i
     `run` trains by the settings, in this process or in others. Raises UsageError for a directory with other files, and
     if the model or the reader of its file is not installed.
     """
-    settings = smol.settings(directory, seed)
+    settings = word_problems.settings(directory, seed)
     _check_quickstart(directory, settings)
     try:
         file = gguf_of(settings.model.path)
@@ -157,9 +157,9 @@ def smol_quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], i
             read_header(file)
     except ValueError as error:
         raise UsageError(f"--model smol: {error}") from error
-    _make_quickstart(directory, (smol.TRAIN, smol.TEST))
-    smol.prepare(directory)
-    print(smol.cost(directory), flush=True)
+    _make_quickstart(directory, (word_problems.TRAIN, word_problems.TEST))
+    word_problems.prepare(directory)
+    print(word_problems.cost(directory), flush=True)
     status = run(settings)
     if status == 0:
         before, after = report.held_out_change(directory)
@@ -170,7 +170,8 @@ def smol_quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], i
 def _check_quickstart(directory: Path, settings: TrainSettings) -> None:
     """Raise UsageError for a directory that holds the other quickstart's run."""
     file = directory / files.SETTINGS
-    if file.exists() and (files.load(file).model.path == smol.SMOL) != (settings.model.path == smol.SMOL):
+    smol = word_problems.SMOL
+    if file.exists() and (files.load(file).model.path == smol) != (settings.model.path == smol):
         raise UsageError(f"--output-dir {directory} holds the quickstart of the other model; give another directory")
 
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fppo._errors import UsageError, did_you_mean
-from fppo.audit import dump, report
-from fppo.audit.peers import PEERS, adapters_of
-from fppo.audit.report import Audited
 from fppo.commands import output
 from fppo.commands.options import AuditOptions
+from fppo.studies.audit import dump, report
+from fppo.studies.audit.peers import PEERS, adapters_of
+from fppo.studies.audit.report import Audited
 from fppo.workers.imports import imported
 
 FORM = "give a trainer (trl, verl, openrlhf, or module:adapters), or --dump FILE"
@@ -51,7 +51,7 @@ def _own(place: str) -> tuple[Sequence[Audited], Sequence[str]]:
     found = imported(place, "trainer", also=(tuple, list))
     found = found if isinstance(found, (tuple, list)) else found()
     if not isinstance(found, (tuple, list)) or not all(isinstance(x, Audited) for x in found):
-        raise UsageError(f"trainer {place!r}: expected a tuple of fppo.audit.Audited, or a function that returns one")
+        raise UsageError(f"trainer {place!r}: expected a tuple of Audited, or a function that returns one")
     return found, ()
 
 

@@ -29,9 +29,6 @@ from fppo.commands.plan import gpu_of
 from fppo.data import PromptSet
 from fppo.data.tokenizers import encode_after
 from fppo.fields import Problem
-from fppo.plan import text as plans
-from fppo.plan.case import hardware_of
-from fppo.plan.needs import RunNeeds
 from fppo.rewards.runner import RewardRunner
 from fppo.runtime.mesh import LOCAL
 from fppo.settings import files
@@ -41,6 +38,9 @@ from fppo.settings.plan import PlanSettings
 from fppo.settings.resolve import said_of_old_log_probs
 from fppo.settings.reward import RewardSettings
 from fppo.settings.train import TrainSettings
+from fppo.studies.plan import text as plans
+from fppo.studies.plan.case import hardware_of
+from fppo.studies.plan.needs import RunNeeds
 from fppo.workers.sample import Sample
 
 _TEXT = 600  # characters of a prompt or a ground truth that are shown

@@ -11,12 +11,12 @@ import attrs
 from fppo.assembly.inputs import Inputs
 from fppo.assembly.machine import resolved
 from fppo.commands.plan import gpu_of, planned_pools
-from fppo.plan import text as plans
-from fppo.plan.case import KNOWN
-from fppo.plan.needs import RunNeeds, needs_of
 from fppo.settings.placement import places_of
 from fppo.settings.plan import PlanSettings
 from fppo.settings.train import TrainSettings
+from fppo.studies.plan import text as plans
+from fppo.studies.plan.case import KNOWN
+from fppo.studies.plan.needs import RunNeeds, needs_of
 
 NO_FIT = "it does not fit in memory; fppo plan says what would make it fit"
 _LEAST = 300.0  # seconds of steps from which a run reports how far off its plan was: planning takes time, too

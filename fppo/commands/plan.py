@@ -19,16 +19,16 @@ from fppo.assembly.texts import load_images, load_tokenizer
 from fppo.commands import output
 from fppo.data import PromptSet
 from fppo.models.flops import PEAKS
-from fppo.plan import text
-from fppo.plan.case import Case, Role
-from fppo.plan.columns import column_calls
-from fppo.plan.plan import plan, plan_engines
-from fppo.plan.run import budgeted, case_of, engines_of, part_of
-from fppo.plan.search import TOKENS, Remedy, remedies, search
 from fppo.settings import placement
 from fppo.settings.placement import places_of
 from fppo.settings.plan import HERE, PlanSettings, pools_of_run
 from fppo.settings.train import TrainSettings
+from fppo.studies.plan import text
+from fppo.studies.plan.case import Case, Role
+from fppo.studies.plan.columns import column_calls
+from fppo.studies.plan.plan import plan, plan_engines
+from fppo.studies.plan.run import budgeted, case_of, engines_of, part_of
+from fppo.studies.plan.search import TOKENS, Remedy, remedies, search
 
 Shown = tuple[list[text.Section], dict[str, Any], bool]  # text, numbers, and whether it fits
 

@@ -119,7 +119,7 @@ class Prepared:
         return staged(placed, pipeline, virtual_stages=mesh.virtual_stages, cuts=cuts)
 
     def like(self, model: Model) -> Prepared:
-        """The same preparation for a model that differs only in its compute dtype, recomputation or the like."""
+        """This preparation for a model that differs only in its compute dtype, recomputation or the like."""
         narrower, fewer = self.narrowed, self.dispatched
         return Prepared(
             model,

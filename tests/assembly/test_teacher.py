@@ -21,8 +21,6 @@ from fppo.fleet import Group
 from fppo.key import Key
 from fppo.pipeline.step import ppo_step
 from fppo.pipeline.train import iterate
-from fppo.plan.plan import plan
-from fppo.plan.run import case_of
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.runs import jsonl
 from fppo.runtime.mesh import LOCAL, Sharding
@@ -31,6 +29,8 @@ from fppo.settings import files, places, resolve
 from fppo.settings.plan import PlanSettings
 from fppo.settings.train import TrainSettings
 from fppo.steps import Forward, MicroBatching, compute_log_probs
+from fppo.studies.plan.plan import plan
+from fppo.studies.plan.run import case_of
 from tests import tiny_run
 from tests.fleet.threads import Threads
 

@@ -32,7 +32,7 @@ def run(tmp_path_factory):
 @pytest.mark.slow
 def test_a_table_a_file_and_a_chart(tmp_path, capsys):
     files = ["--json", str(tmp_path / "out" / "a.json"), "--png", str(tmp_path / "out" / "a.png")]
-    own = ["--with", "tests.ablate.test_ablation:drops_entropy_gradient"]
+    own = ["--with", "tests.studies.ablate.test_ablation:drops_entropy_gradient"]
     assert cli.main(["ablate", *SMALL, "--implementations", "reference,chunked", *own, *files]) == 0  # no law was tried
     out = capsys.readouterr().out
     read = json.loads((tmp_path / "out" / "a.json").read_text())
@@ -45,7 +45,7 @@ def test_a_table_a_file_and_a_chart(tmp_path, capsys):
 @pytest.mark.parametrize(("kernel", "status"), [("drops_entropy_gradient", 1), ("my_reference", 0), ("breaks", 1)])
 def test_a_kernel_that_breaks_a_law_or_raises_ends_the_command_with_1(capsys, kernel, status):
     given = [*SMALL[:4], "--law-seconds", "600", "--dtypes", "float32", "--implementations", "reference"]
-    place = "tests.ablate.test_ablation" if kernel == "drops_entropy_gradient" else __name__
+    place = "tests.studies.ablate.test_ablation" if kernel == "drops_entropy_gradient" else __name__
     assert cli.main(["ablate", *given, "--with", f"{place}:{kernel}"]) == status
     assert ("FAILED" in (said := capsys.readouterr().out) or "ERROR" in said) is bool(status)
 
@@ -74,7 +74,7 @@ def test_a_models_sizes_are_taken(tmp_path, capsys):
 def test_a_replayed_step_is_bit_equal_under_the_same_kernel_and_parts_under_another(run, tmp_path, capsys):
     given = ["--replay", str(run), "--step", "3", "--json", str(tmp_path / "r.json")]
     names = ["--implementations", "reference", "chunked", "scan", "loop"]
-    own = ["--with", "log_probs=tests.ablate.test_ablation:drops_entropy_gradient"]
+    own = ["--with", "log_probs=tests.studies.ablate.test_ablation:drops_entropy_gradient"]
     assert cli.main(["ablate", "--op", "log_probs,gae", *names, *own, *given]) == 0
     out = capsys.readouterr().out
     assert "the run's own kernels: as recorded, bit for bit" in out
@@ -347,7 +347,7 @@ def test_an_own_kernel_called_as_one_of_the_table_has_its_whole_name():
 @pytest.mark.parametrize("rows", [(), (SimpleNamespace(status="ok"),)])
 def test_a_chart_is_saved_where_there_is_something_to_draw(tmp_path, monkeypatch, rows):
     """Beside other files, or in a directory of its own."""
-    from fppo.ablate import chart
+    from fppo.studies.ablate import chart
 
     saved = []
     made = SimpleNamespace(rows=rows, interrupted=False, to_json=lambda: "{}")

@@ -12,14 +12,11 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from fppo._errors import UsageError
 from fppo.assembly.environments import maker_of
-from fppo.commands import ablate, audit, bias, check, distributed, output, plan, serve
+from fppo.commands import ablate, audit, check, distributed, output, plan, serve
 from fppo.commands.actions import ALONE
 from fppo.commands.options import AuditOptions, ServeOptions
 from fppo.key import Key
 from fppo.laws.expectation import KL
-from fppo.plan.case import Role
-from fppo.plan.needs import RunNeeds
-from fppo.plan.search import TOKENS, Remedy
 from fppo.rollout.engine import Sampling
 from fppo.runs import sampling
 from fppo.serve.service import Bounds
@@ -27,9 +24,13 @@ from fppo.settings import files
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.plan import PlanSettings
 from fppo.settings.rollout import EnvironmentSettings
+from fppo.studies.bias import of_run
+from fppo.studies.plan.case import Role
+from fppo.studies.plan.needs import RunNeeds
+from fppo.studies.plan.search import TOKENS, Remedy
 from tests import tiny, tiny_run
-from tests.plan.cases import case
 from tests.rollout.environments import Count
+from tests.studies.plan.cases import case
 
 
 def test_a_run_that_is_studied_has_the_settings_own_math(tmp_path):
@@ -42,7 +43,7 @@ def test_a_run_that_is_studied_has_the_settings_own_math(tmp_path):
         "rollout__n": 4,
         "rollout__batch_size": 16,
     }
-    found = bias.run_bias(tiny_run.settings(tmp_path, **changes), "sizes")
+    found = of_run.run_bias(tiny_run.settings(tmp_path, **changes), "sizes")
     step = found.step
     assert (step.mode, step.n, step.kl, step.old_log_probs) == ("seq-mean-token-mean", 4, KL("k1+", 0.03), "pass")
     assert (step.correct, found.sizes, found.lag, found.whitens) == (None, "sizes", 0.0, True)
@@ -59,22 +60,22 @@ def test_a_run_with_a_kl_in_its_loss_and_the_engines_log_probs(tmp_path):
         "algorithm__advantage": "reinforce_plus_plus",
         "rollout__n": 4,
     }
-    found = bias.run_bias(tiny_run.settings(tmp_path, **changes), "sizes")
+    found = of_run.run_bias(tiny_run.settings(tmp_path, **changes), "sizes")
     assert (found.step.kl, found.step.old_log_probs) == (KL("k2", 0.2, where="loss"), "engine")
-    assert (found.lag, found.step.n) == (bias.LAG, 2)  # it has no groups
+    assert (found.lag, found.step.n) == (of_run.LAG, 2)  # it has no groups
 
 
 def test_a_group_has_no_more_rows_than_can_be_listed(tmp_path):
     many = tiny_run.settings(tmp_path, algorithm__advantage="rloo", rollout__n=8)
-    assert bias.run_bias(many, "sizes").step.n == 4
+    assert of_run.run_bias(many, "sizes").step.n == 4
     for n in (1, 2, 3):
         own = files.replace(many, {"rollout.n": n})
-        assert bias.run_bias(own, "sizes").step.n == max(2, n)
+        assert of_run.run_bias(own, "sizes").step.n == max(2, n)
 
 
 def test_a_correction_is_studied_where_the_engine_lies_off_the_policy(tmp_path):
-    corrected = bias.run_bias(tiny_run.settings(tmp_path, algorithm__correction__name="rollout"), "sizes")
-    assert corrected.lag == bias.LAG > bias.run_bias(tiny_run.settings(tmp_path), "sizes").lag == 0.0
+    corrected = of_run.run_bias(tiny_run.settings(tmp_path, algorithm__correction__name="rollout"), "sizes")
+    assert corrected.lag == of_run.LAG > of_run.run_bias(tiny_run.settings(tmp_path), "sizes").lag == 0.0
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_a_correction_is_studied_where_the_engine_lies_off_the_policy(tmp_path):
 def test_a_run_s_own_word_on_whitening_comes_before_its_estimator_s(tmp_path, advantage, whiten, expected):
     of = tiny_run.settings(tmp_path, algorithm__advantage=advantage, rollout__n=4)
     of = attrs.evolve(of, algorithm=attrs.evolve(of.algorithm, whiten=whiten))
-    assert bias.run_bias(of, "sizes").whitens is expected
+    assert of_run.run_bias(of, "sizes").whitens is expected
 
 
 def test_a_batch_is_audited_by_the_recipe_of_the_flags(monkeypatch):

@@ -9,8 +9,8 @@ from pathlib import Path
 import attrs
 import pytest
 
-from fppo import smol
 from fppo.commands import actions, cli
+from fppo.quickstart import word_problems
 from fppo.settings import files
 from tests import gguf_world
 
@@ -41,7 +41,8 @@ def test_it_trains_the_installed_model_resumes_and_reports(place, capsys):
     begin = partial(actions.smol_quickstart, place / "run", 3)
     assert begin(partial(shortly, steps=1)) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"SmolLM2-135M-Instruct, {smol.STEPS} steps of GRPO: about {smol.MINUTES} minutes")
+    steps, minutes = word_problems.STEPS, word_problems.MINUTES
+    assert said.startswith(f"SmolLM2-135M-Instruct, {steps} steps of GRPO: about {minutes} minutes")
     assert "from smol" in said
     assert "held-out word problems with the right number at the end: 0.0% before GRPO, 0.0% after" in said
     assert begin(partial(shortly, steps=2)) == 0
@@ -69,13 +70,13 @@ def test_the_command_hands_its_settings_on(place, monkeypatch, exact):
     assert cli.main(["quickstart", "--model", "smol", "--seed", "4", *(["--exact"] if exact else [])]) == 130
     (settings,) = seen
     assert (settings.output_dir, settings.seed, settings.rollout.exact) == ("runs/smol", 4, exact)
-    expected = smol.settings(Path("runs/smol"), 4)
+    expected = word_problems.settings(Path("runs/smol"), 4)
     assert attrs.evolve(settings, rollout=expected.rollout, mesh=expected.mesh) == expected
-    assert (place / "runs" / "smol" / smol.TRAIN).exists()
+    assert (place / "runs" / "smol" / word_problems.TRAIN).exists()
 
 
 def test_a_directory_of_the_other_quickstart_is_refused(place, capsys):
-    own = files.replace(smol.settings(place / "tiny", 0), {"model.path": "tiny/warm"})
+    own = files.replace(word_problems.settings(place / "tiny", 0), {"model.path": "tiny/warm"})
     (place / "tiny").mkdir()
     files.save(own, place / "tiny" / files.SETTINGS)
     assert cli.main(["quickstart", "--model", "smol", "--output-dir", "tiny"]) == 2

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fppo import models, smol
+from fppo import models
 from fppo.commands import cli
+from fppo.quickstart import word_problems
 from fppo.runs import jsonl
 from fppo.runtime.gguf_files import INSTALL_SMOL
 
@@ -40,7 +41,7 @@ def digests(run: str) -> dict[int, object]:
 def test_two_steps_of_ppo_resume_bit_for_bit(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    smol.prepare(tmp_path)
+    word_problems.prepare(tmp_path)
     (tmp_path / "vowels.py").write_text("def share(sample):\n    return sum(map(sample.response.count, 'aeiou')) / 9\n")
     (tmp_path / "run.toml").write_text(SETTINGS)
     assert cli.main(["train", "run.toml", "--output-dir", "whole"]) == 0

@@ -12,11 +12,11 @@ from fppo.data import Course, DataCursor
 from fppo.pipeline.draw import SampleGroups
 from fppo.pipeline.program import SampleBatch
 from fppo.pipeline.train import iterate
-from fppo.plan.needs import needs_of
 from fppo.runs import jsonl
 from fppo.settings import files
 from fppo.settings.compare import CompareSettings
 from fppo.settings.plan import PlanSettings
+from fppo.studies.plan.needs import needs_of
 from fppo.tree import replace
 from tests import tiny_run
 from tests.pipeline.test_sample import PAD, _draw, _rollout, _run, _score

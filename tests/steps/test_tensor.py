@@ -13,7 +13,6 @@ from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.models import narrow as narrowing
 from fppo.models import regions
-from fppo.plan.track import counting_mesh
 from fppo.runtime import mesh as meshes
 from fppo.runtime.layout import Layout
 from fppo.runtime.mesh import Mesh, gradient_sum
@@ -24,6 +23,7 @@ from fppo.steps.forward import Forward, compute_values, forward_micro_batch
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.muon import muon
 from fppo.steps.scores import compute_reward_scores
+from fppo.studies.plan.track import counting_mesh
 from fppo_kernels.table import Kernels
 from tests import tiny
 from tests.models.families import CONFIGS, make

@@ -1,0 +1,68 @@
+"""Adapters that give functions of other trainers, as released, the signatures of fppo's laws.
+
+Each module has `adapters()`, which imports the trainer and returns a tuple of `Audited`. The packages of trainers bound
+each other's versions, so each trainer gets an environment of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from fppo._errors import UsageError, words_of
+from fppo.studies.audit.report import Audited
+
+
+@attrs.frozen
+class Peer:
+    """A trainer with adapters: their module, its package, and the commands that install it."""
+
+    module: str
+    package: str
+    install: tuple[str, ...]
+
+
+PEERS: Mapping[str, Peer] = MappingProxyType(
+    {
+        "trl": Peer("fppo.studies.audit.peers.trl", "trl", ("pip install trl",)),
+        "verl": Peer(
+            "fppo.studies.audit.peers.verl",
+            "verl",
+            (
+                "pip install --no-deps verl==0.9.1",
+                'pip install ray hydra-core codetiming orjson "tensordict>=0.8,<=0.10,!=0.9.0"',
+            ),
+        ),
+        "openrlhf": Peer(
+            "fppo.studies.audit.peers.openrlhf",
+            "openrlhf",
+            ("pip install --no-deps openrlhf==0.11.2", "pip install deepspeed ray"),
+        ),
+    }
+)
+
+
+def adapters_of(name: str) -> tuple[tuple[Audited, ...], tuple[str, ...]]:
+    """The adapters of a trainer, and the versions of its package and of torch.
+
+    Raises UsageError with the commands that install the trainer if it is not there, or does not import.
+    """
+    peer = PEERS[name]
+    how = "\n".join(f"  {command}" for command in peer.install)
+    try:
+        versions = tuple(f"{package} {metadata.version(package)}" for package in (peer.package, "torch"))
+    except metadata.PackageNotFoundError:
+        raise UsageError(f"{name} is not installed; in an environment of its own, beside fppo:\n{how}") from None
+    make: Callable[[], Any] = importlib.import_module(peer.module).adapters
+    try:
+        return tuple(make()), versions
+    except ImportError as error:
+        raise UsageError(f"{versions[0]} does not import: {words_of(error)}; it needs\n{how}") from error
+    except (AttributeError, KeyError) as error:
+        known = f"the adapters are written for the release that docs/audit.md names, not for {versions[0]}"
+        raise UsageError(f"{name}: {words_of(error)}; {known}") from error

@@ -1,0 +1,156 @@
+"""Host memory of a rank's process, besides the memory of its device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+import attrs
+import torch
+
+from fppo import tree
+from fppo.rollout.pool import Policy
+from fppo.rollout.sync import pieces
+from fppo.runtime.checkpoint import STAGE_BYTES
+from fppo.studies.plan import passes
+from fppo.studies.plan.case import BUILT_FOR_GPUS, CUDA_PROCESS, PROCESS, Case, pinned
+from fppo.studies.plan.passes import FROZEN, Built, base_dtype, every_shape, models_of, shard_shapes
+from fppo.studies.plan.track import Phase
+
+STATE, AWAY, READ, COPIES, BUCKET, CAME, COLUMNS, ITSELF = (
+    "state between uses",
+    "activations put away",
+    "weights that are read",
+    "copies for the checkpoint",
+    "weights on their way",
+    "weights that came",
+    "columns of the batch",
+    "the process itself",
+)
+POOL_BUCKET: int = attrs.fields(Policy).bucket_bytes.default
+
+
+@attrs.frozen
+class HostMemory:
+    """Bytes of host memory by kind: for the lifetime of the process, and additionally while it starts, sends weights,
+    or writes a checkpoint."""
+
+    rest: Mapping[str, float]
+    starting: Mapping[str, float]
+    meanwhile: Mapping[str, float]
+
+    @property
+    def needs(self) -> float:
+        """The peak in bytes."""
+        moving = max(sum(self.starting.values()), sum(self.meanwhile.values()))
+        return sum(self.rest.values()) + moving
+
+
+def host_of(case: Case, built: Built, stages: Mapping[str, Sequence[Phase]] = MappingProxyType({})) -> HostMemory:
+    """Plan the host memory of a rank's process with these stages."""
+    on_gpu = case.hardware.on_gpu
+    rest = {ITSELF: float(CUDA_PROCESS if on_gpu else process_bytes()), STATE: state_bytes(case, built)}
+    rest |= {AWAY: away_bytes(case, stages), COLUMNS: case.columns, CAME: received_bytes(case, built)}
+    return HostMemory(
+        rest=rest,
+        starting={READ: read_bytes(case, built)},
+        meanwhile={COPIES: checkpoint_bytes(case, built), BUCKET: bucket_bytes(case, built)},
+    )
+
+
+def process_bytes() -> int:
+    """Bytes of a process without a GPU, besides tensors, with the installed build of torch."""
+    return PROCESS + (BUILT_FOR_GPUS if torch.version.cuda else 0)
+
+
+def state_of(case: Case, built: Built) -> dict[str, tuple[bool, list[int]]]:
+    """The state of a rank between uses, by kind: whether it is on the host, and the bytes of each tensor. Without the
+    base of adapters."""
+    found: dict[str, tuple[bool, list[int]]] = {}
+    for name in filter(case.has, models_of(case)):
+        at = case.at(name if name in FROZEN else f"update {name}")
+        sizes = _nbytes(shard_shapes(at, name, built).values(), at.dtype)
+        found[f"{name}'s parameters"] = at.offload == "all", sizes
+        if name not in FROZEN:
+            found[f"{name}'s optimizer"] = at.offload != "none", moments(at, name, built)
+    if case.reference and case.lora is None and case.has("reference"):
+        at = case.at("reference")
+        sizes = _nbytes(shard_shapes(at, "actor", built).values(), at.dtype)
+        found["reference's parameters"] = at.offload == "all", sizes
+    return found
+
+
+def state_bytes(case: Case, built: Built) -> float:
+    """Bytes of parameters and moments that are on the host between uses (`model.offload`)."""
+    every = [size for away, sizes in state_of(case, built).values() if away for size in sizes]
+    return float(sum(map(pinned, every)) if case.hardware.on_gpu else sum(every))
+
+
+def away_bytes(case: Case, stages: Mapping[str, Sequence[Phase]]) -> float:
+    """Bytes of the activations that the fullest pass offloads (`model.offload_activations`), and of those in
+    transfer."""
+    passes_of_all = (phase for phases in stages.values() for phase in phases)
+    most = max((phase.cost.other["away"] for phase in passes_of_all), default=0)
+    return float(most * case.in_flight / case.virtual_stages)
+
+
+def read_bytes(case: Case, built: Built) -> float:
+    """Bytes read at the start: a rank's part of the largest model on its way to a GPU, and the largest tensor; on a CPU
+    only the latter, since the part stays."""
+    sizes = [0.0]
+    for name in filter(case.has, models_of(case)):
+        largest = max(shape.numel() for shape in built.model(case, name).whole_shapes.values())
+        dtype = case.at(name if name in FROZEN else f"update {name}").dtype
+        own = _nbytes(every_shape(case, name, built).values(), dtype if case.lora is None else base_dtype(case))
+        sizes.append(largest * dtype.itemsize + (sum(own) if case.hardware.on_gpu else 0))
+    return float(max(sizes))
+
+
+def checkpoint_bytes(case: Case, built: Built) -> float:
+    """Bytes of the copies that a thread writes (trained parameters and optimizer states of actor and critic, on ranks
+    with parts of their own), and of the buffer for copies from a GPU."""
+    size = 0
+    for name in (name for name in models_of(case) if name not in FROZEN and case.has(name)):
+        at = case.at(f"update {name}")
+        size += sum(_nbytes(shard_shapes(at, name, built).values(), at.dtype)) + sum(moments(at, name, built))
+    return float(size + (STAGE_BYTES if size and case.hardware.on_gpu else 0))
+
+
+def bucket_bytes(case: Case, built: Built) -> float:
+    """Bytes of the memory through which weights go to vLLM's process or a pool's engine: the fullest bucket."""
+    sampling = case.sampling
+    if sampling is None or not sampling.shared:
+        return 0.0
+    own = (sampling.dtype or case.compute_dtype or case.dtype).itemsize
+    size = 0
+    if sampling.pool is not None:
+        size += _fullest(case, built, case.dtype.itemsize, POOL_BUCKET)
+    if sampling.engine == "vllm":
+        size += _fullest(case, built, own, sampling.bucket // 3 if case.cuts else sampling.bucket)
+    return float(size)
+
+
+def received_bytes(case: Case, built: Built) -> float:
+    """Bytes of the policy on a rank of a pool that receives it for its vLLM."""
+    sampling = case.sampling
+    if sampling is None or sampling.pool is None or sampling.engine != "vllm":
+        return 0.0
+    shapes = built.model(case, "actor").plain.whole_shapes.values()
+    return float(sum(shape.numel() for shape in shapes) * case.dtype.itemsize)
+
+
+def _fullest(case: Case, built: Built, width: int, budget: int) -> int:
+    shapes = built.model(case, "actor").plain.whole_shapes
+    sizes = {name: shape.numel() * width for name, shape in shapes.items()}
+    return max(sum(sizes[name] for name in piece) for piece in pieces(sizes, budget))
+
+
+def moments(case: Case, name: str, built: Built) -> list[int]:
+    """Bytes of each tensor of a model's optimizer state on a rank, without 0-d tensors."""
+    params = {name: torch.empty(shape, device="meta") for name, shape in shard_shapes(case, name, built).items()}
+    return [x.nbytes for x in tree.tensors(passes.optimizer_of(case).init(params)) if x.dim()]
+
+
+def _nbytes(shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> list[int]:
+    return [math.prod(shape) * dtype.itemsize for shape in shapes]

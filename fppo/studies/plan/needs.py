@@ -1,0 +1,111 @@
+"""A run's needs in a few numbers: memory of a rank, time, and disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import attrs
+
+from fppo.settings.plan import PlanSettings
+from fppo.settings.resolve import old_log_probs_source
+from fppo.settings.train import TrainSettings
+from fppo.studies.plan.case import Case, Pace
+from fppo.studies.plan.host import state_of
+from fppo.studies.plan.pace import paced
+from fppo.studies.plan.passes import FROZEN, Built
+from fppo.studies.plan.plan import Plan, plan
+from fppo.studies.plan.run import case_of
+from fppo_kernels.table import Kernels
+
+_LOG_PROBS = "log-probs"
+
+
+@attrs.frozen(kw_only=True)
+class RunNeeds:
+    """Bytes and seconds that a run is planned to take."""
+
+    gpu: str  # what a rank runs on
+    ranks: int
+    memory: float  # of the rank that holds most
+    available: float  # memory of a rank
+    host: float  # memory of a rank's process on the host
+    step: float  # seconds of a step, if all responses are as long as they may be; without rewards by functions
+    prompt: int  # tokens of a prompt in that step
+    response: int  # tokens of a response in it
+    pace: Pace | None  # of this machine, if it was measured
+    run: float  # seconds of all steps
+    checkpoint: float  # bytes of one
+    model: float  # bytes of the exported policy
+    disk: float  # bytes of all that the run writes, with the checkpoint under way
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rank holds it."""
+        return self.memory <= self.available
+
+
+def needs_of(
+    of: TrainSettings, options: PlanSettings, *, lengths: Sequence[int] = (), kernels: Kernels | None = None
+) -> RunNeeds:
+    """Plan a run's memory, time and disk. Raises ValueError for a model, a GPU or a case that cannot be planned.
+
+    `lengths` are the prompts' tokens, if they are known: the longest counts for memory, their mean for time; else all
+    are as long as they may be. With the run's `kernels` the pace of this machine's CPU is measured.
+    """
+    given = of.data.max_prompt_tokens
+    longest, mean = max(lengths, default=given), max(1, round(fmean(lengths or (given,))))
+    of = attrs.evolve(of, data=attrs.evolve(of.data, max_prompt_tokens=max(longest, 1)))
+    case = case_of(of, options)
+    pace = None if kernels is None or case.hardware.on_gpu else _pace_of(case, kernels)
+    planned = plan(case if pace is None else attrs.evolve(case, pace=pace))
+    checkpoint, model = _saved(planned.case)
+    step = _step_seconds(of, planned, mean)
+    samples = 0.0 if of.log.samples == 0 else 1e9 * of.log.samples_gb
+    return RunNeeds(
+        gpu=planned.case.hardware.name,
+        ranks=planned.case.world,
+        memory=planned.needs,
+        available=planned.case.hardware.memory,
+        host=0.0 if planned.host is None else planned.host.needs,
+        step=step,
+        prompt=mean,
+        response=of.rollout.max_tokens,
+        pace=pace,
+        run=step * of.steps,
+        checkpoint=checkpoint,
+        model=model,
+        disk=(of.checkpoint.keep + 1) * checkpoint + model + samples,
+    )
+
+
+def _pace_of(case: Case, kernels: Kernels) -> Pace | None:
+    """The pace of this machine; None for a model that cannot be made small, whose time is then by formulas alone."""
+    try:
+        return paced(case, kernels).pace
+    except Exception:  # any code of a model may fail where it has fewer layers than its config says
+        return None
+
+
+def _step_seconds(of: TrainSettings, planned: Plan, prompt: int) -> float:
+    """Seconds of a whole step: the stages of a mini-batch as often as the step has them, and the rollout.
+
+    With prompts of `prompt` tokens, shorter than planned, stages and prefill take less time in proportion to their
+    tokens.
+    """
+    times = of.rollout.batch_size / planned.case.mini_batch
+    longest, response = of.data.max_prompt_tokens, of.rollout.max_tokens
+    part = (prompt + response) / (longest + response)
+    epochs = {"update actor": of.actor.epochs, "update critic": of.critic.epochs}
+    skipped = {_LOG_PROBS} if old_log_probs_source(of) in ("update", "engine") else set[str]()
+    each = [x.seconds.total * epochs.get(x.name, 1) for x in planned.stages if x.name not in skipped]
+    sampled = planned.rollout
+    rollout = 0.0 if sampled is None else sampled.seconds - sampled.prefill * (1 - prompt / longest)
+    return sum(each) * times * part + rollout
+
+
+def _saved(case: Case) -> tuple[float, float]:
+    """Bytes of a checkpoint, of all ranks together, and of the exported policy, in the dtype of its state."""
+    alone = attrs.evolve(case, mesh=dict.fromkeys(case.mesh, 1), virtual_stages=1)
+    sizes = {name: sum(each) for name, (_, each) in state_of(alone, Built()).items() if not name.startswith(FROZEN)}
+    return float(sum(sizes.values())), float(sizes.get("actor's parameters", 0))

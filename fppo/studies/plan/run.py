@@ -1,0 +1,200 @@
+"""Derive the case to plan from a run's settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+import torch
+from transformers import PreTrainedConfig
+
+from fppo._errors import json_of
+from fppo.models.adapted import Lora
+from fppo.models.model import build
+from fppo.rollout.embedded import EmbeddedEngine
+from fppo.runtime.mesh import Sharding
+from fppo.settings import resolve
+from fppo.settings.learning import ActorSettings, CriticSettings
+from fppo.settings.model import LoraSettings
+from fppo.settings.placement import MeshSettings, pools_of
+from fppo.settings.plan import USUAL, PlanSettings, sizes_of
+from fppo.settings.train import TrainSettings
+from fppo.steps.packed import LEAST_SAVED
+from fppo.studies.plan.case import GIB, NUMBERS, Case, PlannedSampling, Role, config_of, hardware_of, with_sequences
+from fppo.studies.plan.passes import LOG_PROBS
+
+
+def case_of(of: TrainSettings, options: PlanSettings) -> Case:
+    """The case of a run. Raises ValueError for an unknown model or GPU."""
+    case = budgeted(of, options)
+    return with_sequences(case, of.actor.mini_batch(of.rollout.batch_size, of.rollout.n))
+
+
+def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
+    """The case of a run, with passes of the actor's full token budget."""
+    numbers = {name: getattr(options, name) for name in NUMBERS}
+    hardware = hardware_of(options.gpu or USUAL, numbers | {"memory": options.memory and options.memory * GIB})
+    name, config = config_of(of.model.path, changes=of.model.config)
+    machine = resolve.Machine(device="cuda", capability=(8, 0)) if hardware.on_gpu else resolve.CPU
+    of, _ = resolve.resolved(of, machine)
+    model, mesh, lora, length = of.model, of.mesh, of.model.lora, of.data.max_prompt_tokens + of.rollout.max_tokens
+    own = lora.critic_rank if of.model.lora.used else 0
+    together = _together(of)
+    if together != (1.0, 1.0) and build(config).stateful:
+        together = (1.0, 1.0)
+    tokens = _tokens(of.actor, of, together[0])
+    return Case(
+        name=name,
+        config=config,
+        hardware=hardware,
+        mesh=sizes_of(mesh, options.gpus),
+        virtual_stages=mesh.virtual_stages,
+        ring=mesh.ring,
+        load=options.expert_load,
+        sharding=Sharding(mesh.stage, getattr(torch, mesh.reduce_dtype), mesh.prefetch),
+        tokens=tokens,
+        budget=tokens,
+        together=together[0],
+        forward_together=together[1],
+        length=length,
+        response=of.rollout.max_tokens / length,
+        critic=of.uses_critic_model,
+        reference=of.uses_reference,
+        reward_model=None if of.reward.model.path is None else config_of(of.reward.model.path, "reward.model.path")[1],
+        teacher=_teacher(of),
+        lora=_lora(lora, _rank(lora)),
+        critic_lora=_lora(lora, _rank(lora) if own is None else own),
+        lora_base=None if lora.base == "float" else lora.base,
+        compute_dtype=None if model.compute_dtype == "float32" else getattr(torch, model.compute_dtype),
+        checkpoint_layers=model.checkpoint_layers,
+        log_probs=model.log_probs if model.log_probs in LOG_PROBS else "chunked",
+        packs=not (hardware.on_gpu or of.rollout.exact) and model.linear == "onednn",
+        graphs=model.graphs is True,
+        offload=model.offload,
+        offload_activations=model.offload_activations,
+        forward_tokens=model.forward_token_budget,
+        roles=_roles(of, length, together[0]),
+        sampling=_sampling(of) if options.sampling else None,
+        full=options.full,
+    )
+
+
+def _teacher(of: TrainSettings) -> PreTrainedConfig | None:
+    """The config of the teacher; None without one."""
+    path = of.model.teacher_path if of.uses_teacher else None
+    return None if path is None else config_of(path, "model.teacher_path", of.model.config)[1]
+
+
+def _tokens(section: ActorSettings | CriticSettings, of: TrainSettings, together: float) -> int:
+    """The most distinct tokens of a pass in an update, with all rows at their maximal length."""
+    size, tokens = section.passes
+    length = of.data.max_prompt_tokens + of.rollout.max_tokens
+    return max(length, tokens or _distinct(of, size or 1, together))
+
+
+def _distinct(of: TrainSettings, rows: int, together: float) -> int:
+    """Distinct tokens of `rows` rows, of which `together` share a prompt."""
+    return math.ceil(rows / together) * of.data.max_prompt_tokens + rows * of.rollout.max_tokens
+
+
+def _together(of: TrainSettings) -> tuple[float, float]:
+    """Rows per prompt in the passes of an update, and in those of a batch, if rows share prompts; else 1.
+
+    If mini-batches of m rows are drawn by rows from B rows, with n for each prompt, a mini-batch has none of a prompt's
+    rows with probability C(B - n, m) / C(B, m).
+    """
+    rows, n, share = of.rollout.batch_size, of.rollout.n, of.model.share_prompts
+    if n == 1 or not share or resolve.sharing_hindrances(of) or (share == "auto" and of.model.graphs is True):
+        return 1.0, 1.0
+    mini = of.actor.mini_batch(rows, n)
+    update = float(n)
+    if of.actor.draw_by == "row":
+        update = mini / (rows / n * (1 - math.comb(rows - n, mini) / math.comb(rows, mini)))
+    prompt, least = of.data.max_prompt_tokens, LEAST_SAVED if share == "auto" else 0.0
+
+    def worth(together: float) -> float:
+        return together if (1 - 1 / together) * prompt / (prompt + of.rollout.max_tokens) > least else 1.0
+
+    return worth(update), worth(float(n))
+
+
+def _sampling(of: TrainSettings) -> PlannedSampling:
+    rollout, vllm = of.rollout, of.rollout.vllm
+    own = rollout.engine == "vllm"
+    cache = vllm.cache_gb if own else rollout.cache_gb
+    return PlannedSampling(
+        engine=rollout.engine,
+        sequences=rollout.batch_size,
+        n=rollout.n,
+        max_rows=vllm.max_rows if own else attrs.fields(EmbeddedEngine).max_rows.default,
+        cache=None if cache is None or vllm.memory_share is not None else cache * GIB,
+        share=vllm.memory_share,
+        dtype=None if vllm.dtype is None else getattr(torch, vllm.dtype),
+        tensor=vllm.tensor_parallel,
+        apart=bool(vllm.devices) or vllm.tensor_parallel > 1 or vllm.transport == "nccl",
+        sleeps=vllm.sleep,
+        bucket=vllm.bucket_mb << 20,
+        shared=own and (vllm.host == "process" or vllm.tensor_parallel > 1),
+    )
+
+
+def _rank(lora: LoraSettings) -> int:
+    """The rank of the policy's adapter; 0 without one."""
+    if lora.path is None:
+        return lora.rank
+    return json_of((Path(lora.path) / "adapter_config.json").read_text(encoding="utf-8"))["r"]
+
+
+def _lora(lora: LoraSettings, rank: int) -> Lora | None:
+    return Lora(rank, 1.0, lora.targets) if rank else None
+
+
+def _roles(of: TrainSettings, length: int, together: float) -> dict[str, Role]:
+    """Overrides for the models other than the actor, by role."""
+
+    def place(offload: bool | None) -> str | None:
+        return None if offload is None else "all" if offload else "none"
+
+    critic, reward, tokens = of.critic, of.reward.model, _tokens(of.critic, of, together)
+    roles = {}
+    if of.uses_critic_model:
+        roles["critic"] = Role(
+            tokens=None if tokens == _tokens(of.actor, of, together) else tokens,
+            compute_dtype=critic.compute_dtype,
+            checkpoint_layers=critic.checkpoint_layers,
+            offload=critic.offload,
+        )
+    if of.uses_reference:
+        roles["reference"] = Role(offload=place(of.model.ref_offload), dtype=getattr(torch, of.model.ref_dtype))
+    if of.uses_teacher:
+        roles["teacher"] = Role(offload=place(of.model.teacher_offload), dtype=getattr(torch, of.model.teacher_dtype))
+    if reward.path is not None:
+        rows = reward.micro_batch_size
+        tokens = reward.token_budget if rows is None else rows * length
+        roles["reward model"] = Role(tokens=tokens, offload=place(reward.offload), dtype=getattr(torch, reward.dtype))
+    return {name: role for name, role in roles.items() if role != Role()}
+
+
+def part_of(case: Case, models: Sequence[str]) -> Case:
+    """The case of a pool with only these models."""
+    return attrs.evolve(
+        case,
+        only=tuple(models),
+        critic="critic" in models,
+        reference="reference" in models,
+        reward_model=case.reward_model if "reward model" in models else None,
+        teacher=case.teacher if "teacher" in models else None,
+        roles={name: role for name, role in case.roles.items() if name in models},
+    )
+
+
+def engines_of(of: TrainSettings, options: PlanSettings, pool: str, columns: float) -> Case:
+    """The case of a run's engines in a pool of their own; each answers requests as it becomes free."""
+    case = case_of(attrs.evolve(of, mesh=MeshSettings(shard=1)), attrs.evolve(options, gpus=None))
+    sampling = _sampling(of)
+    rows = of.placement.engines.rows if of.rollout.engine == "embedded" else sampling.max_rows
+    ranks = pools_of(of.placement)[pool].ranks
+    sampling = attrs.evolve(sampling, pool=ranks, max_rows=max(rows, sampling.n), shared=True)
+    return attrs.evolve(case, sampling=sampling, only=(), columns=float(columns))

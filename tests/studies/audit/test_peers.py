@@ -1,0 +1,353 @@
+"""Adapters ask trainers for what fppo's own functions compute: shown on small trainers that are right."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fppo import advantages, losses
+from fppo._errors import UsageError
+from fppo.studies.audit import peers
+from fppo.studies.audit.peers import adapters_of, openrlhf, trl, verl
+
+
+def batch(seed):
+    """A mini-batch in one piece, with the gradient's leaf first."""
+    draw = torch.Generator().manual_seed(seed)
+    mask = torch.rand(5, 6, generator=draw) < 0.7
+    mask[:, 0] = True
+    old, more, third = (torch.randn(5, 6, generator=draw, dtype=torch.float64) for _ in range(3))
+    return ((old + more).requires_grad_(), old, third, mask), {"pieces": 1, "whole": mask}
+
+
+def agrees(audited):
+    """Whether a function and its reference have one loss and one gradient, on several batches."""
+    for seed in range(4):
+        (leaf, *others), more = batch(seed)
+        found, expected = (fn(leaf, *others, **more) for fn in (audited.fn, audited.reference))
+        grads = [torch.autograd.grad(loss, leaf)[0] for loss in (found, expected)]
+        close = [torch.allclose(*pair, rtol=1e-9, atol=1e-12) for pair in ((found, expected), grads)]
+        if not all(close):
+            return False
+    return True
+
+
+def clipped(ratio, advantages, low, high):
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+
+
+def gate(ratio, advantages, positive, negative):
+    tau = torch.full_like(advantages, negative).masked_fill(advantages > 0, positive)
+    return -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+
+
+# TRL
+
+
+class Trainer:
+    """Each loss of a micro-batch as TRL's documentation has it."""
+
+    def _compute_loss(self, model, inputs):
+        log_probs, _, _ = self._get_per_token_logps_and_entropies(model, inputs)
+        mask, advantages = inputs["completion_mask"].to(log_probs), inputs["advantages"]
+        ratio = (log_probs - inputs["old_per_token_logps"]).exp()
+        assert (self.importance_sampling_level, self.beta, self.entropy_coef) == ("token", 0.0, 0.0)
+        if self.loss_type == "sapo":
+            each = gate(ratio, advantages, self.args.sapo_temperature_pos, self.args.sapo_temperature_neg)
+        elif self.loss_type == "cispo":
+            each = -ratio.clamp(max=self.epsilon_high).detach() * advantages * log_probs
+        else:
+            each = clipped(ratio, advantages, self.epsilon_low, self.epsilon_high)
+        total, steps = (each * mask).sum(), self.current_gradient_accumulation_steps
+        if self.loss_type in ("grpo", "sapo"):
+            return ((each * mask).sum(1) / mask.sum(1)).mean() / steps
+        if self.loss_type == "bnpo":
+            return total / mask.sum() / steps
+        if self.loss_type == "dr_grpo":
+            return total / (len(mask) * self.max_completion_length) / steps
+        return total / (inputs["num_items_in_batch"] / self.accelerator.num_processes)
+
+
+def test_a_right_trl_agrees_with_every_reference(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl.trainer.grpo_trainer", SimpleNamespace(GRPOTrainer=Trainer))
+    found = {audited.name: audited for audited in trl.adapters()}
+    own = [name for name, audited in found.items() if audited.reference is not None]
+    assert own == ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
+    assert [name for name in own if not agrees(found[name])] == []
+
+
+def test_the_losses_of_trl_by_sequence_are_run_so(monkeypatch):
+    class Seen:
+        def _compute_loss(self, model, inputs):
+            seen.append((self.loss_type, self.importance_sampling_level))
+            return torch.zeros(())
+
+    seen: list[tuple[str, str]] = []
+    monkeypatch.setitem(sys.modules, "trl.trainer.grpo_trainer", SimpleNamespace(GRPOTrainer=Seen))
+    (leaf, *others), more = batch(0)
+    of_rows = [audited for audited in trl.adapters() if "sequence" in audited.name]
+    for audited in of_rows:
+        audited.fn(leaf, *others, **more)
+    assert [audited.name for audited in of_rows] == ["grpo, sequence (GSPO)", "luspo, sequence"]
+    assert seen == [("grpo", "sequence"), ("luspo", "sequence")]
+
+
+def test_an_entropy_bonus_is_its_term_alone(monkeypatch):
+    """A mean over the tokens of the whole mini-batch, which is no policy gradient."""
+
+    class Bonus:
+        def _compute_loss(self, model, inputs):
+            log_probs, entropies, _ = self._get_per_token_logps_and_entropies(model, inputs)
+            loss = (log_probs * inputs["advantages"]).sum()  # whatever else there is
+            assert self._entropy_bonus_enabled == (self.entropy_coef > 0)
+            bonus = (entropies * inputs["completion_mask"]).sum() / inputs["num_items_in_batch"]
+            return loss - self.entropy_coef * bonus * (self.loss_type == "dapo")
+
+    monkeypatch.setitem(sys.modules, "trl.trainer.grpo_trainer", SimpleNamespace(GRPOTrainer=Bonus))
+    found = trl.adapters()
+    names = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "grpo, sequence (GSPO)", "luspo, sequence"]
+    assert [(audited.name, audited.kind, audited.leave_out) for audited in found] == [
+        *((name, "whole_loss", ()) for name in names),
+        ("entropy bonus", "whole_loss", ("REINFORCE", "constants")),
+    ]
+    (leaf, *others), more = batch(5)
+    bonus = found[-1].fn(leaf, *others, pieces=1, whole=torch.cat([more["whole"], more["whole"]]))
+    expected = leaf.where(others[-1], 0.0).sum() / (2 * others[-1].sum())  # -log_probs are its entropies
+    assert bonus.item() == pytest.approx(expected.item())
+
+
+# verl
+
+TOKEN_LOSSES = {
+    "vanilla": losses.ppo_clip,
+    "gspo": lambda *tokens: losses.gspo(*tokens, clip_low=0.2, clip_high=0.2),
+    "sapo": losses.sapo,
+    "gpg": losses.gpg,
+    "cispo": losses.cispo,
+    "dro": lambda *tokens: losses.dro(*tokens, beta=0.1),
+    "dppo_tv": lambda *tokens: losses.dppo_tv(*tokens, max_ratio=3.0),
+    "dppo_kl": lambda *tokens: losses.dppo_kl(*tokens, max_ratio=3.0),
+}
+BY_ROWS = ("gspo", "sapo")  # whatever mode they are given
+
+
+def aggregated(each, mask, mode, *, tokens, rows):
+    each, lengths = each.where(mask, 0.0), mask.sum(1)
+    return {
+        "token-mean": each.sum() / tokens,
+        "token-sum": each.sum(),
+        "seq-mean-token-sum": each.sum() / rows,
+        "seq-mean-token-mean": (each.sum(1) / lengths).sum() / rows,
+        "seq-mean-token-sum-norm": each.sum() / mask.shape[1] / rows,
+    }[mode]
+
+
+class Core:
+    """Policy losses and the value loss of a micro-batch as verl's documentation has them."""
+
+    def __init__(self):
+        self.asked = set()
+
+    def get_policy_loss_fn(self, name):
+        def fn(old, log_probs, advantages, mask, *, loss_agg_mode, config):
+            self.asked.add(f"{name}, {loss_agg_mode}")
+            info = config.global_batch_info
+            each = TOKEN_LOSSES[name](log_probs, old, advantages, mask)[0]
+            mode = "seq-mean-token-mean" if name in BY_ROWS else loss_agg_mode
+            sizes = {"tokens": info["batch_num_tokens"], "rows": info["global_batch_size"]}
+            return aggregated(each, mask, mode, **sizes), {}
+
+        return fn
+
+    def compute_value_loss(self, values, returns, old, mask, clip, mode, *, batch_num_tokens, global_batch_size):
+        near = old + (values - old).clamp(-clip, clip)
+        each = 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)
+        return aggregated(each, mask, mode, tokens=batch_num_tokens, rows=global_batch_size), 0.0
+
+
+def test_a_right_verl_agrees_with_every_reference_of_a_whole_loss(monkeypatch):
+    core = Core()
+    workers = SimpleNamespace(
+        PolicyLossConfig=lambda **how: SimpleNamespace(**how),
+        ActorConfig=lambda **how: SimpleNamespace(**how, global_batch_info={}),
+    )
+    monkeypatch.setitem(sys.modules, "verl.trainer.ppo.core_algos", core)
+    monkeypatch.setitem(sys.modules, "verl.workers.config", workers)
+    monkeypatch.setitem(sys.modules, "verl.trainer.config", SimpleNamespace(AlgoConfig=SimpleNamespace))
+    found = [audited for audited in verl.adapters() if audited.kind.startswith("whole")]
+    own = [audited for audited in found if audited.reference is not None]
+    modes = {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean"}
+    names = [f"{name}, {modes.get(name, 'token-mean')}" for name in TOKEN_LOSSES]
+    names += [f"vanilla, {mode}" for mode in ("token-sum", "seq-mean-token-sum", "seq-mean-token-mean")]
+    assert [audited.name for audited in own] == [*names, "value loss, token-mean"]
+    assert [audited.name for audited in own if not agrees(audited)] == []
+    assert core.asked == {*names}
+
+
+class Estimators:
+    """GAE and estimators of groups as verl's documentation has them: rewards of tokens, and whitened advantages."""
+
+    def compute_gae_advantage_return(self, rewards, values, mask, gamma, lam):
+        assert mask[-2:].all()  # rows that whitening needs
+        found = advantages.gae(rewards, values, mask.bool(), gamma=gamma, lam=lam)
+        return advantages.whiten(found.advantages, mask.bool()), found.returns
+
+    def get_adv_estimator_fn(self, name):
+        def estimate(rewards, response_mask, index, config):
+            assert config is CONFIG
+            mask, scores = response_mask.bool(), rewards.sum(1)
+            assert torch.equal(rewards, advantages.token_rewards(scores, mask))
+            return getattr(advantages, name.removesuffix("_vectorized"))(scores, mask, torch.from_numpy(index))
+
+        return estimate
+
+
+CONFIG = SimpleNamespace()
+
+
+def of_groups(seed):
+    """Scores of two groups, whose rows have tokens between others that do not count, and their mask and groups."""
+    draw = torch.Generator().manual_seed(seed)
+    mask = torch.rand(5, 6, generator=draw) < 0.6
+    mask[:, 1] = True
+    return torch.randn(5, generator=draw, dtype=torch.float64), mask, torch.tensor([7, 3, 7, 3, 7])
+
+
+def test_a_right_verl_has_fppos_advantages(monkeypatch):
+    core = Estimators()
+    core.get_policy_loss_fn = lambda name: None
+    workers = SimpleNamespace(PolicyLossConfig=SimpleNamespace, ActorConfig=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "verl.trainer.ppo.core_algos", core)
+    monkeypatch.setitem(sys.modules, "verl.workers.config", workers)
+    monkeypatch.setitem(sys.modules, "verl.trainer.config", SimpleNamespace(AlgoConfig=lambda: CONFIG))
+    found = {audited.name: audited for audited in verl.adapters()}
+    names = ["geo_mean, token-mean", "kl_cov, token-mean", "clip_cov, token-mean", "vanilla, seq-mean-token-sum-norm"]
+    assert [name for name in found if name in names] == names
+    assert [found[name].reference for name in names] == [None] * 4
+    groups = [name for name in found if name.startswith("estimator ")]
+    assert groups == [f"estimator {name}" for name in verl.ESTIMATORS]
+    for name in groups:
+        audited = found[name]
+        assert audited.kind == "advantages"
+        assert (audited.group_rows, audited.tokens) == (2, 2 * ("plus_plus" in name))
+        for seed in range(3):
+            for ours, theirs in zip(audited.reference(*of_groups(seed)), audited.fn(*of_groups(seed)), strict=True):
+                torch.testing.assert_close(theirs, ours)
+    assert found["gae, before whitening"].kind == "gae"
+    _same_gae(found["gae, before whitening"].fn)
+
+
+def _same_gae(fn):
+    for seed in range(3):
+        (values, rewards, _, mask), _ = batch(seed)
+        values, how = values.detach(), {"gamma": 0.9, "lam": 0.6}
+        for ours, theirs in zip(advantages.gae(rewards, values, mask, **how), fn(rewards, values, mask, **how)):
+            torch.testing.assert_close(theirs.where(mask, 0.0), ours)
+
+
+# OpenRLHF
+
+LOSS = """
+import torch
+
+SEEN = []
+
+
+class PolicyLoss:
+    def __init__(self, dual_clip=None, token_level_loss=True, policy_loss_type="ppo"):
+        self.dual_clip, self.by_token, self.kind = dual_clip, token_level_loss, policy_loss_type
+
+    def __call__(self, log_probs, old, advantages, action_mask, batch_num_tokens, global_batch_size):
+        SEEN.append(self.kind)
+        ratio = (log_probs - old).exp()
+        each = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        if self.dual_clip is not None:
+            bound = -self.dual_clip * advantages
+            each = torch.where(advantages < 0, torch.minimum(each, bound), each)
+        if self.by_token:
+            return (each * action_mask).sum() / batch_num_tokens, None
+        return ((each * action_mask).sum(1) / action_mask.sum(1)).sum() / global_batch_size, None
+
+
+class ValueLoss:
+    def __init__(self, clip_eps):
+        self.clip = clip_eps
+
+    def __call__(self, values, old, returns, action_mask, batch_num_tokens, global_batch_size):
+        near = old + (values - old).clamp(-self.clip, self.clip)
+        each = 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)
+        return (each * action_mask).sum() / batch_num_tokens
+"""
+MAKER = """
+from fppo import advantages
+from openrlhf.trainer.ray.launcher import RayActorGroup
+from openrlhf.models.loss import PolicyLoss
+
+
+class Experience:
+    pass
+
+
+class Maker:
+    def get_advantages_and_returns(self, values, rewards, action_mask, gamma, lambd):
+        return advantages.gae(rewards, values, action_mask, gamma=gamma, lam=lambd)
+"""
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A small OpenRLHF, whose packages do not import by themselves."""
+    for name, text in (("models/loss", LOSS), ("trainer/ppo_utils/experience_maker", MAKER)):
+        file = tmp_path / f"openrlhf/{name}.py"
+        for folder in [*file.relative_to(tmp_path).parents][:-2]:
+            (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / "__init__.py").write_text("raise ImportError('no GPU')")
+        file.write_text(text)
+    (tmp_path / "openrlhf/__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "openrlhf"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_right_openrlhf_agrees_with_every_reference():
+    found = {audited.name: audited for audited in openrlhf.adapters()}
+    own = ["PolicyLoss, tokens", "PolicyLoss, rows", "PolicyLoss, dual clip 3", "ValueLoss"]
+    assert [*found] == [*own[:3], "PolicyLoss, gspo", "ValueLoss", "gae"]
+    assert [name for name, audited in found.items() if audited.reference is not None] == own
+    assert [name for name in own if not agrees(found[name])] == []
+    assert [audited.kind for audited in found.values()] == [*["whole_loss"] * 4, "whole_value_loss", "gae"]
+    seen = sys.modules["openrlhf.models.loss"].SEEN
+    assert {*seen} == {"ppo"}
+    (leaf, *others), more = batch(0)
+    found["PolicyLoss, gspo"].fn(leaf, *others, **more)
+    assert seen[-1] == "gspo"
+    _same_gae(found["gae"].fn)
+
+
+# any trainer
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_trainer_that_is_installed_has_its_adapters_and_versions(monkeypatch):
+    monkeypatch.setattr(peers.metadata, "version", {"openrlhf": "0.1", "trl": "7", "torch": "2"}.__getitem__)
+    found, versions = adapters_of("openrlhf")
+    assert [audited.name for audited in found] == [audited.name for audited in openrlhf.adapters()]
+    assert versions == ("openrlhf 0.1", "torch 2")
+    monkeypatch.setitem(sys.modules, "trl.trainer.grpo_trainer", SimpleNamespace())
+    with pytest.raises(UsageError, match=r"^trl: .*GRPOTrainer.*the release that docs/audit.md names, not for trl 7$"):
+        adapters_of("trl")
+    monkeypatch.setitem(sys.modules, "trl.trainer.grpo_trainer", None)
+    with pytest.raises(UsageError, match=r"^trl 7 does not import: .*; it needs\n  pip install trl$"):
+        adapters_of("trl")
+
+
+def test_every_trainer_is_installed_by_its_own_name():
+    assert [*peers.PEERS] == ["trl", "verl", "openrlhf"]
+    for name, peer in peers.PEERS.items():
+        assert (peer.module, peer.package) == (f"fppo.studies.audit.peers.{name}", name)
+        assert peer.install[0].removeprefix("pip install ").removeprefix("--no-deps ").partition("==")[0] == name
