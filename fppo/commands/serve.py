@@ -126,6 +126,8 @@ def _policy(options: ServeOptions, target: str) -> tuple[ServedPolicy, Params, i
         policy = served_policy(settings_of_model(options, target), begins=True)
         assert policy.params is not None
         return policy, policy.params, 0, None
+    if options.exact or options.compute_dtype != "auto":
+        raise UsageError(f"{target} is a run, which is served as it trained: leave --exact and --compute-dtype out")
     settings = attrs.evolve(starts.load(directory), device=options.device)
     at = saved.newest(directory, options.step)
     if at is None or (options.step is not None and at != options.step):

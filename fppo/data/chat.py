@@ -124,11 +124,11 @@ def encode_chat(
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def check_chat_template(tokenizer: Any, *, options: ChatOptions = PLAIN) -> None:
+def check_chat_template(tokenizer: Any, *, options: ChatOptions = PLAIN, name: str = "") -> None:
     """Raise ValueError for a tokenizer without a chat template, or with one that ignores arguments of `options` or
-    add_generation_prompt."""
+    add_generation_prompt. The error calls the tokenizer by `name` or, without one, as it calls itself."""
     template = getattr(tokenizer, "chat_template", None)
-    name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+    name = name or getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     if template is None:
         raise ValueError(
             f"the tokenizer {name} has no chat template; use a chat model, or a plain prompt template (chat = false)"

@@ -22,11 +22,13 @@ from fppo._errors import json_of
 from fppo.models.adapted import FACTORS, Lora
 from fppo.models.codes import names_of_weights
 from fppo.models.heads import embedding_name, vocabulary_head
+from fppo.models.load import find_directory
 from fppo.models.lora import frozen_of
 from fppo.models.model import Model, Params
 from fppo.models.place import own_params, whole_params
 from fppo.models.save import first_alone
 from fppo.runtime.exports import draft_of, replacing
+from fppo.runtime.gguf_files import gguf_of
 from fppo.runtime.mesh import LOCAL, Mesh, device_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -198,7 +200,8 @@ def save(
     tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     mesh: Mesh = LOCAL,
 ) -> None:
-    """Write an adapter as a directory that PEFT and vLLM load onto `base`, the name or directory of its base.
+    """Write an adapter as a directory that PEFT and vLLM load onto `base`, the name or directory of its base. A base in
+    a GGUF file is named by the directory into which the file is unpacked, since PEFT finds no other.
 
     It replaces a directory that `check_replaceable` permits. On a mesh that cuts parameters every rank must call, and
     the first one writes. Raises ValueError for adapters that PEFT's files cannot hold (`obstacle`).
@@ -215,12 +218,20 @@ def save(
             contiguous = {name: x.cpu().contiguous() for name, x in tensors.items()}
             safetensors.torch.save_file(contiguous, draft / WEIGHTS, metadata=metadata)
             _order_metadata(draft / WEIGHTS)
-            text = json.dumps(_config(model, base), indent=2, sort_keys=True) + "\n"
+            text = json.dumps(_config(model, _found(base)), indent=2, sort_keys=True) + "\n"
             (draft / CONFIG).write_text(text, encoding="utf-8")
             if tokenizer is not None:
                 tokenizer.save_pretrained(draft)
 
     first_alone(write, mesh, device_of(adapter))
+
+
+def _found(base: str) -> str:
+    """The name or directory by which PEFT finds a base; of a GGUF file that is gone, its path."""
+    try:
+        return base if gguf_of(base) is None else str(find_directory(base))
+    except ValueError:
+        return base
 
 
 def _order_metadata(path: Path) -> None:

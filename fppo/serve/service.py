@@ -242,7 +242,7 @@ class Service:
     def chat(self, request: ChatRequest, episode: str | None) -> list[OpenAnswer]:
         """The answers to a conversation, being drawn. Raises ApiError."""
         messages, tools, texts, forced = request.messages, request.tools, self.sources.texts, request.forced
-        opening = () if forced is None else texts.opening(forced)
+        opening = () if forced is None else texts.opening(forced, tools)
         conversation = of_messages(messages, tools)
         if self.sources.anew:
             conversation = conversation._replace(cuts=())

@@ -59,15 +59,16 @@ class Texts:
         except ValueError as error:
             raise wrong("messages", f"the chat template refuses them: {error}"[:500]) from error
 
-    def opening(self, forced: ForcedCall) -> tuple[int, ...]:
+    def opening(self, forced: ForcedCall, tools: Sequence[Tool] = ()) -> tuple[int, ...]:
         """The ids with which every call of these functions begins, as the chat template writes one after its prompt.
-        Raises ApiError if that is not known."""
+        Raises ApiError if that is not known, with the reason if the template does not even show `tools`."""
         form = self.form
         texts = [] if form is None else [(text, form.before) for text in form.texts(forced.functions)]
         every = [encode_after(self.tokenizer, text, before) for text, before in texts]
         alike = takewhile(lambda column: len({*column}) == 1, zip(*every, strict=False))
         ids = tuple(self._known([token for token, *_ in alike]))
         if not ids:
+            self._with(tools)
             text = (
                 "it is not known how the chat template begins a call: give auto, or the tokenizer a response_template"
             )
@@ -144,7 +145,7 @@ class Texts:
         options = attrs.evolve(self.options, tools=tuple(tools))
         if self.reader is None:
             try:
-                check_chat_template(self.tokenizer, options=options)
+                check_chat_template(self.tokenizer, options=options, name="the policy")
             except ValueError as error:
                 raise wrong("tools", str(error)) from error
             advice = "give the tokenizer a response_template"

@@ -6,6 +6,7 @@ import html
 import json
 
 import pytest
+import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -70,6 +71,9 @@ def test_the_adapter_of_an_export_stands_on_the_file(place):
     names: dict = {}
     exec(code, names)
     assert isinstance(names["model"], PeftModel)
+    alone = AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32)  # with the base that the adapter names
+    ids = torch.arange(8)[None]
+    assert torch.equal(alone(ids).logits, names["model"](ids).logits)
 
 
 def test_teachers_and_judges_come_from_files(place):

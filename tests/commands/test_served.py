@@ -161,6 +161,9 @@ def test_a_run_is_served_from_its_checkpoint_and_followed(parts, tmp_path, monke
     for wrong in ({"step": 1}, {"follow": 1.0}):
         with pytest.raises(serve.UsageError, match="is no run: leave --step and --follow out"):
             serve.serve(ServeOptions(targets=("a/b",), **wrong), {})
+    for wrong in ({"exact": True}, {"compute_dtype": "bfloat16"}):
+        with pytest.raises(serve.UsageError, match=r"is a run.*: leave --exact and --compute-dtype out"):
+            serve.serve(ServeOptions(targets=(str(tmp_path),), **wrong), {})
     for targets, words in (((), "give the output_dir"), (("a", "b"), "2 of them, a, b: several need --tinker")):
         with pytest.raises(serve.UsageError, match=words):
             serve.serve(ServeOptions(targets=targets), {})

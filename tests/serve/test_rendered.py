@@ -53,12 +53,14 @@ def test_a_field_reaches_the_template_or_is_refused(name):
 def test_tools_for_a_template_that_shows_none_or_whose_calls_cannot_be_read_are_refused_by_the_reason():
     tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
     for template, reason in (
-        (KNOWN, "does not read ['tools']"),
+        (KNOWN, "the chat template of the policy does not read ['tools']"),
         ("{{ tools | tojson }}" + KNOWN, "calls cannot be read as the chat template writes them"),
     ):
-        status, text = asked(texts_with(template), [{"role": "user", "content": "x"}], tools=[tool])
-        assert status == 400
-        assert reason in text
+        for choice in ("auto", "required"):
+            messages = [{"role": "user", "content": "x"}]
+            status, text = asked(texts_with(template), messages, tools=[tool], tool_choice=choice)
+            assert status == 400
+            assert reason in text
 
 
 def test_calls_beside_another_role_and_messages_that_vanish_are_refused():

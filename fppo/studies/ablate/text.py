@@ -12,6 +12,8 @@ Column = tuple[str, str, list[str]]  # a heading over some columns, the column's
 GAP = "  "
 LAWS = MappingProxyType({"kept": "kept", "broken": "FAILED", "partly": "partly", "not checked": "-"})
 
+_STARRED = "* what Kernels.named() takes; fppo train chooses by machine and length, and says so"
+
 
 def table(ablation: Ablation, *, width: int = 120) -> str:
     """All groups of rows as text with the machine's rates on top, at most `width` columns wide where possible."""
@@ -25,7 +27,7 @@ def table(ablation: Ablation, *, width: int = 120) -> str:
         lines += ["", *_group(rows, width, explain=rows[0].op not in explained)]
         explained.add(rows[0].op)
     if any(row.default for row in ablation.rows):
-        lines += ["", "* what a run takes where it names none"]
+        lines += ["", *_wrap(_STARRED, width, "")]
     if ablation.interrupted:
         lines += ["", "interrupted: what is above was measured before"]
     return "\n".join(lines)

@@ -254,7 +254,8 @@ def _time(plan: Plan) -> Section:
     updates = [x.name for x in stages if x.name.startswith("update")]
     speed, mfu = plan.tokens / plan.seconds / case.world, f", MFU of the updates {plan.mfu(*updates):.0%}"
     section: list[str | Table] = [
-        f"estimated: {_seconds(plan.seconds)} s for a step, {speed:,.0f} tokens/s on each GPU{mfu if updates else ''}"
+        f"estimated: {_seconds(plan.seconds)} s for {_updated(case)}, {speed:,.0f} tokens/s on each GPU"
+        f"{mfu if updates else ''}"
     ]
     if case.size("pipeline") > 1:
         rank, bubble = "last" if case.pipeline_rank else "first", case.at("update actor").bubble
@@ -265,6 +266,15 @@ def _time(plan: Plan) -> Section:
     section += [Table("seconds", [x.name for x in stages], cells), *([LAUNCHES] if waits else [])]
     recorded = ", ".join(x.name for x in stages if x.recorded)
     return [*section, GRAPHS.format(stages=recorded)] if recorded else section
+
+
+def _updated(case: Case) -> str:
+    """The words for what the stages of a plan do: a step without its rollout or, of a step with several mini-batches,
+    the part of one of them."""
+    rows, sampled = case.mini_batch, None if case.sampling is None else case.sampling.sequences
+    if sampled is None or sampled <= rows:
+        return "a step without the rollout"
+    return f"{rows:,} of the {sampled:,} sequences of a step, without the rollout"
 
 
 def _rollout(plan: Plan | Engines) -> Section:

@@ -289,7 +289,7 @@ def test_the_table_word_by_word():
         "",
         "  fast: ERROR: it raised",
         "",
-        "* what a run takes where it names none",
+        "* what Kernels.named() takes; fppo train chooses by machine and length, and says so",
     ]
     interrupted = attrs.evolve(ABLATION, rows=(AWAY, AWAY), interrupted=True)
     shown = text.table(interrupted, width=110)

@@ -107,7 +107,7 @@ REST = (
     "pipeline (inside nodes, 450 GB/s) 3.00 9.00 6.00 "
     "shard (inside nodes, 450 GB/s) 2.00 6.00 4.00 "
     "together 5.00 15.0 10.0 "
-    f"estimated: 69 s for a step, 6 tokens/s on each GPU, MFU of the updates {MFU_OF_UPDATES} "
+    f"estimated: 69 s for a step without the rollout, 6 tokens/s on each GPU, MFU of the updates {MFU_OF_UPDATES} "
     "the pipeline's first rank is planned, which holds more; the actor's update has a bubble of 33%, and the rank "
     "with most work 1.25 of the mean "
     "seconds log-probs update critic update actor "
@@ -147,6 +147,10 @@ def test_a_plan_in_words():
     assert "It fits: 13.0 of 79.1 GiB" in found
     pool = attrs.evolve(plain, case=attrs.evolve(plain.case, only=("actor",)))
     assert words(text.of_plan(pool, None)).endswith(f"{text.MEMORY} {text.JUDGE}")
+    several = attrs.evolve(PLAN, case=attrs.evolve(CASE, sampling=PlannedSampling(engine="vllm", sequences=96, n=2)))
+    assert "estimated: 69 s for 24 of the 96 sequences of a step, without the rollout, 6" in words(
+        text.of_plan(several, None)
+    )
     on_cpu = attrs.evolve(plain, case=attrs.evolve(plain.case, hardware=hardware_of("cpu")))
     assert f"{text.MEMORY}{text.HEAP}" in words(text.of_plan(on_cpu, None))
 
