@@ -51,7 +51,7 @@ def answered(
 
 
 def update(trainer: tinker.TrainingClient, groups: Sequence[Sequence[tuple[list[int], Any, float]]]) -> None:
-    """One step of GRPO. The server adds up the losses of tokens, so the advantages are divided by their number."""
+    """One update of GRPO. The server adds up the losses of tokens, so the advantages are divided by their number."""
     tokens = sum(len(each.tokens) for group in groups for _, each, _ in group)
     data = []
     for group in groups:
@@ -76,7 +76,7 @@ def main(out: Path, seed: int = 0, steps: int = SETTINGS["steps"]) -> None:
     command = [sys.executable, "-m", "fppo", "serve", SETTINGS["model"]["path"], "--tinker", "--port", "0"]
     command += ["--store", str(place / "store")]
     draws, train, test = random.Random(seed), list(word_rows.train()), list(word_rows.test())
-    prompts = ROLLOUT["batch_size"] // ROLLOUT["n"]
+    prompts, mini = (size // ROLLOUT["n"] for size in (ROLLOUT["batch_size"], SETTINGS["actor"]["mini_batch_size"]))
     order = [row for _ in range(1 + steps * prompts // len(train)) for row in draws.sample(train, len(train))]
     with ExitStack() as ends, (place / "metrics.jsonl").open("w", buffering=1) as metrics:
         server = ends.enter_context(
@@ -92,7 +92,8 @@ def main(out: Path, seed: int = 0, steps: int = SETTINGS["steps"]) -> None:
                 began = time.perf_counter()
                 rows = order[(step - 1) * prompts : step * prompts]
                 groups = answered(trainer, rows, ROLLOUT["n"], 1.0, 1000 * (seed * steps + step))
-                update(trainer, groups)
+                for first in range(0, prompts, mini):
+                    update(trainer, groups[first : first + mini])
                 line["reward/regular_expression"] = fmean(reward for group in groups for *_, reward in group)
                 line["timing_s/step"] = time.perf_counter() - began
             if step % SETTINGS["eval"]["every"] == 0:

@@ -13,6 +13,7 @@ import re
 import time
 import tomllib
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -56,10 +57,11 @@ def held_out(model: Any, tokenizer: Any) -> float:
 
 
 class Kept(TrainerCallback):
-    """Appends a line to the metrics at each step."""
+    """Appends a line to the metrics at each step, which has several updates."""
 
-    def __init__(self, file: Path) -> None:
-        self.file, self.began = file, time.perf_counter()
+    def __init__(self, file: Path, updates: int) -> None:
+        self.file, self.updates, self.began = file, updates, time.perf_counter()
+        self.rewards: list[float] = []
 
     def write(self, step: int, **line: float) -> None:
         with self.file.open("a") as opened:
@@ -67,9 +69,12 @@ class Kept(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         if logs and "reward" in logs:
+            self.rewards.append(logs["reward"])
+        if logs and "loss" in logs and state.global_step % self.updates == 0:
             took, self.began = time.perf_counter() - self.began, time.perf_counter()
-            line = {"reward/regular_expression": logs["reward"], "timing_s/step": took}
-            self.write(state.global_step, **line, **{"response_length/mean": logs["completions/mean_length"]})
+            line = {"reward/regular_expression": fmean(self.rewards), "timing_s/step": took}
+            self.write(state.global_step // self.updates, **line)
+            self.rewards.clear()
 
 
 def main(out: Path, seed: int = 0, steps: int = SETTINGS["steps"]) -> None:
@@ -79,18 +84,20 @@ def main(out: Path, seed: int = 0, steps: int = SETTINGS["steps"]) -> None:
     model = AutoModelForCausalLM.from_pretrained(where)
     place = out / f"seed_{seed}"
     place.mkdir(parents=True)
-    kept = Kept(place / "metrics.jsonl")
+    rollout, actor = SETTINGS["rollout"], SETTINGS["actor"]
+    updates = rollout["batch_size"] // actor["mini_batch_size"]
+    kept = Kept(place / "metrics.jsonl", updates)
     kept.write(0, **{HELD_OUT: held_out(model, tokenizer)})
-    rollout, optimizer = SETTINGS["rollout"], SETTINGS["actor"]["optimizer"]
     config = GRPOConfig(
         output_dir=str(place / "trl"),
         seed=seed,
-        max_steps=steps,
-        learning_rate=optimizer["lr"],
+        max_steps=steps * updates,
+        learning_rate=actor["optimizer"]["lr"],
         weight_decay=0.01,  # these two are fppo's defaults
         max_grad_norm=1.0,
         lr_scheduler_type="constant",
-        per_device_train_batch_size=rollout["batch_size"],
+        per_device_train_batch_size=actor["mini_batch_size"],
+        steps_per_generation=updates,
         num_generations=rollout["n"],
         max_completion_length=rollout["max_tokens"],
         loss_type="dapo",  # the mean over the tokens of a batch, as token-mean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections import Counter
@@ -12,7 +13,7 @@ import pytest
 
 from fppo import rewards
 from fppo.quickstart import word_problems
-from fppo.settings import files
+from fppo.settings import files, modules
 from tests.rewards.samples import sample
 
 
@@ -92,3 +93,20 @@ def test_the_run_is_of_the_named_model_on_its_files():
     train, test = word_problems.TRAIN, word_problems.TEST
     assert (found.data.path, found.data.eval_path) == ((f"here/{train}",), (f"here/{test}",))
     files.check(found)
+
+
+def test_the_reference_runs_train_as_the_quickstart_does(tmp_path, monkeypatch):
+    """On the same rows, by the same updates; only the reward is one of two."""
+    place = Path(__file__).parents[2] / "experiments" / "reference" / "word_problems.toml"
+    found = files.load(place, look=lambda settings, known: modules.module_problems(settings))
+    own = word_problems.settings(tmp_path, found.seed)
+    for name in ("steps", "model", "rollout", "algorithm", "actor", "eval", "checkpoint"):
+        assert getattr(found, name) == getattr(own, name), name
+    pattern = own.reward.arguments["regular_expression"]["pattern"]
+    assert found.reward.arguments["regular_expression"]["pattern"] == pattern
+    assert (found.reward.functions[0], found.reward.weights) == ("regular_expression", (1.0, 0.0))
+    monkeypatch.syspath_prepend(str(place.parent))
+    rows = importlib.import_module("word_rows")
+    word_problems.prepare(tmp_path)
+    for name, made in ((word_problems.TRAIN, rows.train()), (word_problems.TEST, rows.test())):
+        assert [json.loads(line) for line in (tmp_path / name).read_text().splitlines()] == list(made)
