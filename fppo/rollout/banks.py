@@ -15,7 +15,8 @@ Banks = tuple[Tensor, ...]
 
 @attrs.frozen
 class _Bank:
-    """The shape and dtype of a token's keys or values, and how many of them have it."""
+    """The shape and dtype of a bank: `count` keys or values of attention calls, each with `heads` vectors of `width`
+    numbers per token."""
 
     count: int
     heads: int
@@ -25,7 +26,7 @@ class _Bank:
 
 @attrs.frozen
 class BankLayout:
-    """The place of each attention call's keys and values: the number of a bank, and an index in it."""
+    """The places of each attention call's keys, and of its values: the number of a bank, and an index in it."""
 
     calls: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
     banks: tuple[_Bank, ...]
@@ -33,7 +34,7 @@ class BankLayout:
 
     @staticmethod
     def of(like: Layers, device: torch.device) -> BankLayout:
-        """The layout of calls whose keys and values are [N, H, D] each."""
+        """Lay out the attention calls in `like`, whose keys and values are [N, H, D] each."""
         places: dict[tuple[int, int, torch.dtype], int] = {}
         counts: list[int] = []
 
@@ -54,22 +55,22 @@ class BankLayout:
         return sum(bank.count * bank.heads * bank.width * bank.dtype.itemsize for bank in self.banks)
 
     def rows(self, rows: int, columns: int) -> Banks:
-        """Banks of zeros for `rows` rows: a mask is added to the scores of unwritten columns, so these must be
-        finite."""
+        """Make banks of zeros for `rows` rows of `columns` columns: a mask is added to the scores of unwritten columns,
+        so these must be finite."""
         return tuple(
             torch.zeros(bank.count, rows, bank.heads, columns, bank.width, dtype=bank.dtype, device=self.device)
             for bank in self.banks
         )
 
     def row(self, columns: int) -> Banks:
-        """Uninitialised banks for one row, or for rows laid end to end."""
+        """Make uninitialised banks of `columns` columns for one row, or for rows laid end to end."""
         return tuple(
             torch.empty(bank.count, bank.heads, columns, bank.width, dtype=bank.dtype, device=self.device)
             for bank in self.banks
         )
 
     def layers(self, banks: Banks) -> Layers:
-        """The keys and values of each call, views [R, H, C, D] or [H, C, D]."""
+        """View banks as the keys and values of each attention call, [R, H, C, D] or, for one row, [H, C, D]."""
         return {
             number: (banks[keys[0]][keys[1]], banks[values[0]][values[1]])
             for number, (keys, values) in enumerate(self.calls)
@@ -77,24 +78,25 @@ class BankLayout:
 
 
 def taken(banks: Banks, row: int, start: int, end: int) -> Banks:
-    """A copy of some columns of a row."""
+    """Copy the columns from `start` to `end` of row number `row`."""
     return tuple(x[:, row, :, start:end].clone() for x in banks)
 
 
 def put_(banks: Banks, row: int, end: int, own: Banks) -> None:
-    """Writes a row's keys and values to the columns before `end`."""
+    """Write the keys and values `own` of one row into row number `row`, in the columns that end before `end`."""
     for x, new in zip(banks, own, strict=True):
         x[:, row, :, end - new.shape[2] : end].copy_(new)
 
 
 def move_(banks: Banks, source: int, target: int, start: int, end: int) -> None:
-    """Writes some columns of one row over those of another."""
+    """Overwrite the columns from `start` to `end` of row `target` with those of row `source`."""
     for x in banks:
         x[:, target, :, start:end].copy_(x[:, source, :, start:end])
 
 
 def shift_(banks: Banks, others: Banks, rows: int, start: int, end: int, by: int) -> None:
-    """Writes some columns of the first rows into other banks, or the same, `by` columns further on."""
+    """Copy the columns from `start` to `end` of the first `rows` rows into `others`, `by` columns further on. `others`
+    may be `banks` itself."""
     for x, other in zip(banks, others, strict=True):
         own = x[:, :rows, :, start:end]
         other[:, :rows, :, start + by : end + by].copy_(own.clone() if x is other else own)

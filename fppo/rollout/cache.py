@@ -17,16 +17,16 @@ from fppo.models.rows import packed_attention
 from fppo.models.seams import Attend, AttentionLayer
 from fppo_kernels.padding import Lengths
 
-# keys and values [R, Hkv, C, D] by the index of the attention call in a pass, since a layer may call twice; some of C
-# columns may be unwritten
+# keys and values [R, Hkv, C, D] by the index of the attention call in a pass (a layer may call twice); some of the
+# C columns may be unwritten
 Layers = dict[int, tuple[Tensor, Tensor]]
 
 
 def prefill_attention(
     attention: Callable[..., Tensor], lengths: Lengths, kept: Layers, asked: list[AttentionLayer]
 ) -> Attend:
-    """An `attend` for one pass over packed prompts. It stores each call's keys and values [N, Hkv, D] in `kept`, and
-    the layer's arguments in `asked`."""
+    """Make an `attend` for one pass over packed prompts. Each call stores its keys and values [N, Hkv, D] in `kept`,
+    and its arguments `layer` in `asked`."""
     attend_packed = packed_attention(attention, lengths)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
@@ -38,8 +38,8 @@ def prefill_attention(
 
 
 def allocate(like: Layers, rows: int, columns: int, *, zeroed: bool = False) -> Layers:
-    """Allocate a cache for layers with the heads and widths of `like`, [N, Hkv, D] each; `zeroed` for attention that
-    reads unwritten columns."""
+    """Allocate a cache for layers with the heads and widths of `like`, [N, Hkv, D] each. Attention that reads unwritten
+    columns needs it `zeroed`."""
     return {i: tuple(_blank(x, (rows, x.shape[1], columns, x.shape[2]), zeroed) for x in kv) for i, kv in like.items()}  # type: ignore[misc]
 
 
@@ -48,10 +48,11 @@ def _blank(like: Tensor, shape: tuple[int, ...], zeroed: bool) -> Tensor:
 
 
 def write_prompts_(cache: Layers, start: int, kept: Layers, index: Tensor, shape: tuple[int, int], n: int) -> None:
-    """Write the packed keys and values `kept` of prompts [B, P] = `shape`, token i at flat index index[i], `n` times.
+    """Write the packed keys and values `kept` of B prompts, `n` times each, to columns 0 to P of rows start, start + 1,
+    ...
 
-    They are written to rows start, start + 1, ... and columns 0 to P. Padding becomes zero, and the packed row's own
-    padding is dropped.
+    `shape` is (B, P); packed token i stands at index[i] of the padded prompts [B, P], flattened. Padding becomes zero,
+    and padding at the end of the packed row is dropped.
     """
     batch, width = shape
     for layer, pair in kept.items():
@@ -83,7 +84,8 @@ def row_bytes(like: Layers, columns: int) -> int:
 
 
 def compact_(cache: Layers, holes: Tensor, moved: Tensor, rows: int, used: int) -> Layers:
-    """Copy the rows at `moved`, all beyond the first `rows`, over those at `holes`, and keep the first `rows` rows."""
+    """Copy the rows `moved`, all beyond the first `rows`, over the rows `holes`, and return the first `rows` rows. Only
+    the first `used` columns are copied."""
 
     def pack(x: Tensor) -> Tensor:
         written = x[:, :, :used]

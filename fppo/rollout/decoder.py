@@ -26,8 +26,8 @@ from fppo_kernels.linear.onednn import packed
 from fppo_kernels.linear.plain import plain
 from fppo_kernels.rotary.eager import eager
 
-JOINED = 1 << 28  # up to so many bytes of weights, those of one input are copied into one weight
-PACKED = 1 << 30  # up to so many bytes of weights, all are copied, packed for oneDNN's products
+JOINED = 1 << 28  # if all weights have at most so many bytes, weights with the same input are joined in a copy
+PACKED = 1 << 30  # if all weights have at most so many bytes, they are copied, packed for oneDNN's products
 
 _Product = tuple[Tensor, Tensor | None]  # weight [O, I] and bias [O]
 _Copied = Callable[[Tensor], Tensor]  # lays a weight out for products
@@ -92,7 +92,7 @@ class _Layer(NamedTuple):
 
 
 _GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {  # weights of one input
+    {  # groups of weights with the same input
         "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "out": ("self_attn.o_proj",),
         "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
@@ -110,7 +110,7 @@ class DecoderFactors(NamedTuple):
 
     @staticmethod
     def of(model: Model, factors: Mapping[str, Factors]) -> DecoderFactors:
-        """Lay the factors of a model's weights, by their names, side by side."""
+        """Arrange a model's factors, given by the names of their weights, in a decoder's layout."""
         shapes = shapes_of_weights(model.shapes, model.forms, model.layout)
         layers: list[dict[str, Factors]] = []
         for path in model.layers:
@@ -166,9 +166,10 @@ class Decoder(NamedTuple):
         asked: Sequence[AttentionLayer],
         own: Sequence[OwnSteps] = (),
     ) -> Tensor:
-        """Hidden states [R, H] after the last norm, of one token per row [R]; `turn` [R, 1, D] or one for all rows.
+        """Compute hidden states [R, H], after the last norm, of one token per row [R]. `turn` is the rotation [R, 1, D]
+        of each row's position, or one for all rows.
 
-        `asked` are the arguments of each layer's `attend`. `own` are the rows that use adapters.
+        `asked` are the arguments of each layer's `attend`. `own` are the rows that use adapters, with the factors.
         """
         embedding, axis = self.embedding, self.axis
         shares = embedding.share if isinstance(embedding, EmbeddingSeam) else embedding
@@ -196,13 +197,14 @@ class Decoder(NamedTuple):
         return self.norm.of(x)
 
     def _products_of(self, x: Tensor, products: Sequence[_Product]) -> Tensor:
-        """The products of `x` with all weights, side by side."""
+        """Multiply `x` with each of the weights, and concatenate the results."""
         results = [self.linear(x, *product) for product in products]
         return results[0] if len(results) == 1 else torch.cat(results, -1)
 
 
 def _with_own(own: Sequence[OwnSteps], layer: int, group: str, x: Tensor, out: Tensor) -> Tensor:
-    """Add the adapters' products to their rows of `out`, the products of `x` with a group of weights."""
+    """Add the products of `x` with the adapters' factors to the adapters' rows of `out`, for one group of weights (a
+    key of `_GROUPS`) of one layer."""
     found = [(rows, factors.layers[layer].get(group)) for rows, factors in own]
     return add_own_(out, x, [(rows, factors) for rows, factors in found if factors is not None])
 
@@ -266,7 +268,8 @@ def _turn(layer: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:
 
 
 def _layer(layer: Any, copied: _Copied | None) -> _Layer:
-    """A layer's parameters. `copied` lays weights out; with it, those with the same input are joined."""
+    """A layer's parameters. `copied` copies a weight into the layout of products; weights with the same input are then
+    joined. None: the model's own weights, apart."""
     attention, mlp = _inside(layer.self_attn), _inside(layer.mlp)
     own = getattr(attention, "q_norm", None)
     return _Layer(
@@ -303,7 +306,8 @@ def _product(module: nn.Linear, copied: _Copied | None) -> _Product:
 
 
 def _products(modules: Sequence[nn.Linear], copied: _Copied | None) -> list[_Product]:
-    """The products of modules with one input, side by side."""
+    """The weights and biases of modules with the same input: joined into one if `copied` copies weights, else one by
+    one."""
     weights: list[Tensor] = [module.weight for module in modules]
     if copied is None or any(isinstance(weight, Adapted | Quantised) for weight in weights):
         return [_product(module, copied) for module in modules]

@@ -68,7 +68,7 @@ from fppo_kernels.linear.plain import plain
 from fppo_kernels.padding import Packed, unpad
 from fppo_kernels.table import Kernels
 
-_COMPACT = 0.9  # finished rows leave when the live share falls below; 0.6 to 1 measured the same within 5 %
+_COMPACT = 0.9  # finished rows leave when the share of live rows is lower; 0.6 to 1 measured the same within 5 %
 _HALF = 0.5  # the same for recorded steps, since a recording takes as long as several steps
 
 
@@ -80,21 +80,23 @@ class EmbeddedEngine:
     A draw depends on the key, the row's number and the position alone, whichever rows share the batch. `max_rows`
     bounds the rows of a wave, though all samples of a prompt share a wave. `cache_bytes` bounds the memory for a wave's
     keys and values at their longest, and may split a prompt's samples; None: half of a GPU's free memory, and no bound
-    on a CPU. `prefill_tokens` bounds the prompt tokens of one pass (a longer prompt runs alone).
+    on a CPU. `prefill_tokens` bounds the prompt tokens of one pass (a longer prompt runs alone). `graphs` records
+    decoding steps and replays them; None: on a GPU, where they can be recorded.
 
     On a `mesh` that cuts parameters, they are shards. The ranks of a tensor axis answer the same prompts `together`,
     each with its shard of the weights, the keys and values, and the vocabulary. Parameters cut along other axes are
     gathered first; beside an expert axis all are, and the model runs as it was before it was placed on the mesh.
 
     With `merges`, adapters are merged once for each `generate`, `open` or update; without it, their factors run. None:
-    as `lora.decodes_merged` says.
+    `lora.decodes_merged` decides.
 
     With `routed`, rollouts have the experts that the model's routers chose for every token, including prompts.
 
     An `exact` engine's log-probs are those of a training pass by the same kernels, bit for bit (`laws.check_exact`).
 
     Raises ValueError if `cache_bytes` cannot hold one row, for a model whose states differ in transformers between
-    decoding by one token and a pass over a row, for `routed` without routers, and for `exact` with inexact parts.
+    decoding by one token and a pass over a row, for `graphs` where steps cannot be recorded, for `routed` without
+    routers, and for `exact` with inexact parts.
     """
 
     model: Model
@@ -118,7 +120,7 @@ class EmbeddedEngine:
 
     @property
     def together(self) -> tuple[str, ...]:
-        """The axes whose ranks answer together, and so must ask the same."""
+        """Mesh axes whose ranks answer the same prompts together, and so must all get the same requests."""
         return ("tensor",) if models.tensor_axis(self.model, self.mesh).size > 1 else ()
 
     def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout:
@@ -215,8 +217,8 @@ class EmbeddedEngine:
         return head_log_probs(models.output_head(model, params), self.kernels.log_probs, temperature)
 
     def _record(self, device: torch.device, decoder: Decoder | None, axis: Axis) -> Record | None:
-        """The recorder of steps, or None. Without a `decoder` steps may wait for the device, and collectives are not
-        replayed."""
+        """The recorder of steps; None if steps are not recorded. Without a `decoder` steps may wait for the device, and
+        collectives along `axis` are not replayed."""
         able = decoder is not None and axis.size == 1 and not self.exact
         if self.graphs and not able:
             kind = self.model.config.model_type
@@ -251,7 +253,7 @@ class EmbeddedEngine:
                 yield slice(first, min(first + step, prompts)), slice(start, min(start + draws, n))
 
     def _budget(self, policy: DecodingPolicy) -> int | None:
-        """Bytes for keys and values; None: any number."""
+        """The most bytes of keys and values in a wave; None: no bound."""
         device, budget = policy.head.weight.device, self.cache_bytes
         if budget is None and device.type == "cuda":
             unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -269,13 +271,13 @@ def _as_it_is(run: Run) -> Run:
 
 
 class _Wave(NamedTuple):
-    """Prompts [B, P] that are answered together, and where their rows stand in the rollout."""
+    """Prompts [B, P] that are answered together, and the places of their rows in the rollout."""
 
     tokens: Tensor
     mask: Tensor
     lengths: Sequence[int]
     limits: Sequence[int]  # the most tokens of each prompt's responses
-    rows: Tensor  # [B * n], of n draws each
+    rows: Tensor  # [B * n], the rows of each prompt's n draws
     row_ids: Tensor  # of all rows of the rollout
     inputs: Sequence[RowInputs | None] | None
 
@@ -285,7 +287,8 @@ class _Wave(NamedTuple):
 
 
 def _check_positions(model: Model, lengths: Sequence[int], limits: Sequence[int]) -> None:
-    """Raises ValueError if a response may outgrow a table of learned positions (GPT-2, OPT) or the longest row."""
+    """Raise ValueError if a response may outgrow a table of learned positions (GPT-2, OPT) or the model's longest
+    row."""
     total, prompt, most = max((sum(pair), *pair) for pair in zip(lengths, limits, strict=True))
     alike = longest_row(model.config)
     if alike is not None and total > alike:
@@ -335,7 +338,7 @@ def _wide(head: Head, linear: Callable[..., Tensor]) -> tuple[Head, Callable[...
 
 
 def _row_bytes(policy: DecodingPolicy, columns: int) -> int:
-    """Bytes of a row's keys and values and states."""
+    """Bytes of a row of `columns` columns: its keys, values and states."""
     kept, _, of_states = tried(policy)
     return caches.row_bytes(kept, columns) + of_states
 
@@ -343,8 +346,9 @@ def _row_bytes(policy: DecodingPolicy, columns: int) -> int:
 def _prefill(
     policy: DecodingPolicy, wave: _Wave, columns: int, fed: list[Fed]
 ) -> tuple[Next, caches.Layers, States, list[AttentionLayer]]:
-    """The logits [B * n, V] after each prompt, the cache of the prompts' keys and values, the states after them, and
-    the arguments of each attention call. Each prompt runs once; the routers' choices go to `fed`."""
+    """Run the wave's prompts, each once, and append the routers' choices to `fed`. Returns the logits [B * n, V] after
+    each row's prompt, a cache of `columns` columns with the prompts' keys and values, the states after the prompts, and
+    the arguments of each attention call."""
     cache, axis = caches.Layers(), policy.columns.axis
     ends, states, asked = list[Tensor](), list[States](), list[AttentionLayer]()
     n = len(wave.rows) // len(wave.lengths)
@@ -372,7 +376,7 @@ def _prefill(
 def _hidden(
     policy: DecodingPolicy, packed: Packed, wave: _Wave, part: slice, attend: Attend, routes: Routes | None
 ) -> Tensor:
-    """Hidden states [N, H] of packed prompts, with their images."""
+    """Compute the hidden states [N, H] of `packed`, the prompts `part` of the wave, with their images."""
     tokens = packed.tokens[None]
     inputs, lengths = None if wave.inputs is None else wave.inputs[part], wave.lengths[part]
     images, positions = place_images(policy.model, inputs, packed.tokens, packed.positions, lengths)
@@ -384,7 +388,7 @@ def _hidden(
 def _decode(
     policy: DecodingPolicy, wave: _Wave, ask: Ask, on_step: FinishedRows | None, fed: list[Fed]
 ) -> list[DrawnStep]:
-    """Responses to the wave's prompts; the routers' choices go to `fed`."""
+    """Draw responses to the wave's prompts, and return the steps. The routers' choices are appended to `fed`."""
     rows, sampling = wave.rows, ask.sampling
     most, width = max(wave.limits), wave.mask.shape[1]
     total = width + most
@@ -444,13 +448,14 @@ def _steps(
 
 
 def _room(policy: DecodingPolicy, columns: int) -> int:
-    """The columns to allocate for `columns`. A recorded step reads all of them, so they are rounded up to suit
-    kernels."""
+    """The number of columns to allocate for `columns`. A recorded step reads all of them, so the number is rounded up
+    to suit kernels."""
     return columns if policy.record is None else -(-columns // ALIGNED) * ALIGNED
 
 
 def _compact_(live: LiveRows, keep: Tensor, holes: Tensor, used: int) -> LiveRows:
-    """Keep the rows of `_survivors`, with the first `used` columns of their cache."""
+    """Keep the live rows, as `_survivors` has chosen `keep` and `holes`, with the first `used` columns of their
+    cache."""
     cache = caches.compact_(live.cache, holes, keep[holes], len(keep), used)
     return LiveRows(cache, live.columns, live.pads[keep], live.starts[keep], live.states.take_(keep))
 
@@ -463,13 +468,14 @@ def _grow_(live: LiveRows, policy: DecodingPolicy, used: int, most: int) -> Live
 
 
 def _completed(reader: StopReader, rows: Tensor, tokens: Tensor) -> Tensor:
-    """bool [R], True where a row's new token completes a text that ends it."""
+    """Find the rows whose new token completes a stop text: bool [R]. `rows` [R] are the rows' numbers, `tokens` [R] the
+    new tokens."""
     pairs = zip(rows.tolist(), tokens.tolist(), strict=True)
     return torch.tensor([reader.ends(row, token) for row, token in pairs], device=tokens.device)
 
 
 def _stop_table(sampling: Sampling, size: int, device: torch.device) -> Tensor:
-    """bool [V], True at stop tokens."""
+    """Make a table of the stop tokens in a vocabulary of `size` = V tokens: bool [V]."""
     check_stops(sampling, size)
     table = torch.zeros(size, dtype=torch.bool, device=device)
     table[list(sampling.stop_token_ids)] = True
@@ -477,7 +483,8 @@ def _stop_table(sampling: Sampling, size: int, device: torch.device) -> Tensor:
 
 
 def _survivors(done: Tensor, left: int) -> tuple[Tensor, Tensor]:
-    """The rows to keep [left], and the places of finished rows among the first `left`, which later live rows fill."""
+    """Choose a live row for each of the first `left` places; `left` is the number of live rows, not `done`. Returns
+    these rows [left], and the places whose own rows are done, which later live rows fill."""
     keep = torch.arange(left, device=done.device)
     holes = done[:left].nonzero()[:, 0]
     keep[holes] = left + (~done[left:]).nonzero()[:, 0]

@@ -86,9 +86,10 @@ class Ask:
     """A request to an engine: `sampling.n` responses to each of B prompts, drawn by the key.
 
     `version` is the version of the sampling policy. `limits` [B] are maximal lengths of each prompt's responses, if
-    smaller than `sampling.max_tokens`. `on_finished` is called when a row of the rollout is finished, once for each, in
-    any order; on several ranks, for the rows that this rank samples. If prompts end with `offset` tokens
-    of their responses, draws are those of the positions after these. Only an `InterruptibleEngine` reads `newer`.
+    smaller than `sampling.max_tokens`. `on_finished` is called once for each row of the rollout when it is finished, in
+    any order; on several ranks, each rank calls it for the rows that it samples. If prompts end with the first `offset`
+    tokens of their responses, the draws are those of the positions after these. Only an `InterruptibleEngine` reads
+    `newer`.
     """
 
     prompts: Prompts

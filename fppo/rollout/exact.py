@@ -50,8 +50,8 @@ def head_log_probs(head: Head, kernel: Callable[..., object], temperature: float
 
 
 def rounded_product(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A product with the head in its own dtype, widened afterwards: tokens are drawn from logits rounded as in
-    training."""
+    """Make a product with the head by the kernel `linear`, in the head's own dtype and widened afterwards: tokens are
+    drawn from logits rounded as in training."""
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = linear(x, weight, bias)

@@ -22,7 +22,7 @@ from fppo.steps import Forward, MicroBatching, compute_log_probs
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.table import EXACT, Kernels
 
-ROWS, MANY = 67, 1024  # rows computed together, MANY by products, and the sizes of their parts
+ROWS, MANY = 67, 1024  # rows computed together (by products: MANY), and the sizes of parts of them
 _PARTS = (1, 2, 3, 5, 8, 13, 31, 64)
 _WIDEST = 1 << 25  # the most numbers of a tested weight; only a part of wider ones is tested
 _PROMPTS, _TOKENS = (1, 9, 4), 6
@@ -33,7 +33,7 @@ Check = tuple[str, Callable[[], bool]]  # an operation, and a function that test
 
 def probe_exact(model: Model, kernels: Kernels) -> None:
     """Raise ValueError for the first operation with which a row's bits depend on other rows, on this machine and its
-    number of threads; or for the model's operations other than kernels."""
+    number of threads. The last test runs a small instance of the model, for operations other than kernels."""
     check_exact_engine(model, kernels, LOCAL)
     dtype = model.compute_dtype or torch.float32
     with torch.inference_mode():
@@ -53,7 +53,7 @@ def probe_exact(model: Model, kernels: Kernels) -> None:
 
 
 def operations(model: Model, kernels: Kernels, dtype: torch.dtype) -> Iterator[Check]:
-    """Yield the model's operations on its own shapes, in order."""
+    """Yield a `Check` for each operation of the model, on the model's own shapes, in order."""
     draw = partial(_normal, torch.Generator().manual_seed(0), dtype)
     config, text = model.config, model.text_of(model.skeleton)
     for out, width in sorted({(shape[0], shape[1]) for shape in model.whole_shapes.values() if len(shape) == 2}):
@@ -77,7 +77,8 @@ def _normal(generator: torch.Generator, dtype: torch.dtype, *shape: int, scale: 
 
 
 def _rows_hold(fn: Callable[..., tuple[Tensor, ...]], *columns: Tensor) -> bool:
-    """Whether rows have the same bits in parts of the batch as in the whole, wherever a part begins."""
+    """Whether `fn` gives rows of `columns` the same bits in parts of the batch as in the whole, wherever a part
+    begins."""
     whole, begin = fn(*columns), 0
     for size in _PARTS:
         begin = (begin + 7) % (len(columns[0]) - size + 1)
@@ -88,7 +89,8 @@ def _rows_hold(fn: Callable[..., tuple[Tensor, ...]], *columns: Tensor) -> bool:
 
 
 def _product_holds(linear: Callable[..., Tensor], weight: Callable[[], Tensor], draw: Callable[..., Tensor]) -> bool:
-    """Whether products keep a row's bits, also for some of the columns, which decoding concatenates with others."""
+    """Whether `linear` keeps a row's bits in any batch, and those of an output when only half of the outputs are
+    computed: decoding joins several weights into one."""
     whole = weight()
     rows = draw(MANY, whole.shape[1])
     half = whole[: (len(whole) + 1) // 2].clone()
@@ -130,7 +132,7 @@ _LAYERS: dict[str, Callable[..., bool]] = {
 def _attention_holds(
     attention: Callable[..., Tensor], draw: Callable[..., Tensor], heads: int, kv_heads: int, width: int
 ) -> bool:
-    """Whether sequences have the same bits together and alone."""
+    """Whether attention gives a sequence the same bits alone as beside other sequences."""
     sizes = (3, 40, 1, ROWS)
     packed = [draw(sum(sizes), count, width) for count in (heads, kv_heads, kv_heads)]
     together = attention(*packed, lengths=make_lengths(sizes), scale=width**-0.5).split(sizes)
@@ -149,8 +151,8 @@ def _decoding_holds(
     kv_heads: int,
     width: int,
 ) -> bool:
-    """Whether the last tokens of sequences have the same bits in one call over their padded cache as in packed
-    attention."""
+    """Whether `decoding` gives the last tokens of sequences, in one call over their padded cache, the same bits as
+    packed `attention`."""
     sizes, scale = (3, 40, 1, ROWS), width**-0.5
     query, *pair = (draw(sum(sizes), count, width) for count in (heads, kv_heads, kv_heads))
     expected = attention(query, *pair, lengths=make_lengths(sizes), scale=scale)
@@ -165,7 +167,8 @@ def _decoding_holds(
 
 
 def _log_probs_hold(kernel: Callable[..., object], draw: Callable[..., Tensor], vocabulary: int, hidden: int) -> bool:
-    """Whether tokens have the same bits together and in parts; of a wide head only a part is tested."""
+    """Whether the kernel gives tokens' log-probs the same bits in parts of a batch as in the whole; of a wide head only
+    a part is tested."""
     vocabulary = min(vocabulary, max(1, _WIDEST // hidden))
     weight, labels = draw(vocabulary, hidden, scale=hidden**-0.5), torch.arange(ROWS) * 7 % vocabulary
 

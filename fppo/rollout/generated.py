@@ -33,8 +33,8 @@ def opened(
     most_waiting: int | None = None,
     together: tuple[str, ...] = (),
 ) -> AbstractContextManager[Requests]:
-    """Open an engine for requests: by its own `open`, or else by `generated`; then the ranks of the axes `together`
-    must make the same calls."""
+    """Open an engine for requests, by its own `open` or, if it has none, by `generated`. Only `generated` reads
+    `together`: the mesh axes whose ranks must all make the same calls."""
     if hasattr(engine, "open"):
         return engine.open(params, version=version, most_waiting=most_waiting)  # type: ignore[attr-defined]
     return generated(engine, params, version=version, most_waiting=most_waiting, together=together)
@@ -44,7 +44,8 @@ def opened(
 def generated(
     engine: Engine, params: Mapping[str, Tensor], *, version: int, most_waiting: int | None, together: tuple[str, ...]
 ) -> Iterator[Requests]:
-    """Requests by `engine.generate`; see `opened`."""
+    """Open an engine without `open` for requests, which `engine.generate` answers. The arguments are those of
+    `opened`."""
     yield GeneratedRequests(engine, params, version, most_waiting, together)
 
 
@@ -56,8 +57,8 @@ class _Continued:
 
 
 class GeneratedRequests:
-    """`Requests` by `generate`. A step answers all waiting requests. The tokens of a row so far are its prompt, and are
-    computed anew."""
+    """`Requests` that `engine.generate` answers. A step answers all waiting requests to their ends. The prompt of a
+    request is all tokens of its row so far, which are computed anew."""
 
     def __init__(
         self,
@@ -75,17 +76,17 @@ class GeneratedRequests:
 
     @property
     def together(self) -> tuple[str, ...]:
-        """The axes whose ranks answer together."""
+        """Mesh axes whose ranks answer together, and so must make the same calls."""
         return self._together
 
     @property
     def limit(self) -> int | None:
-        """None: the engine itself refuses what is too long."""
+        """None: the engine itself refuses rows that are too long."""
         return None
 
     @property
     def counts(self) -> RequestCounts:
-        """The numbers of requests; none is drawing between steps."""
+        """The numbers of requests. No request is drawing, since a step answers requests to their ends."""
         return RequestCounts(len(self._waiting), 0, len(self._kept))
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -189,7 +190,7 @@ class GeneratedRequests:
 
 
 def _samples(group: Sequence[tuple[Request, _Continued]]) -> tuple[list[tuple[Request, _Continued]], int]:
-    """The requests in the order of their rows, and n if every n adjacent ones are samples of one prompt, else 1."""
+    """Sort requests by row. Also returns n if each n adjacent requests are samples of one prompt, else 1."""
     group = sorted(group, key=lambda each: each[0].row)
     first = group[0]
     n = next((i for i, each in enumerate(group) if not _same_prompt(first, each)), len(group))
@@ -209,7 +210,7 @@ def _same_prompt(a: tuple[Request, _Continued], b: tuple[Request, _Continued]) -
 
 
 def _prompts(rows: Sequence[_Continued], numbers: Sequence[int]) -> Prompts:
-    """Rows so far as prompts, padded on the left."""
+    """Make prompts of the rows' tokens so far, padded on the left; `numbers` are their row ids."""
     tokens = [torch.tensor(row.ids) for row in rows]
     there = [torch.ones(len(row.ids), dtype=torch.bool) for row in rows]
     nothing, inputs = Column([None] * len(rows)), [row.inputs for row in rows]

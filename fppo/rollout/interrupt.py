@@ -82,7 +82,7 @@ class _ResponseRows(NamedTuple):
     versions: tuple[int, ...] = ()
 
     def extended(self, piece: Rollout, live: Tensor, count: int, version: int) -> _ResponseRows:
-        """Append a piece, which has more tokens of the rows `live` out of `count` rows."""
+        """Append a piece: more tokens, drawn by policy `version`, of the rows numbered `live` out of `count` rows."""
         width = piece.response_mask.shape[1]
         new = (piece.tokens[:, -width:], piece.response_mask, piece.rollout_log_probs, piece.sampling_log_probs)
         where = live.to(piece.tokens.device)
@@ -121,8 +121,8 @@ def _continued(ask: Ask, rows: _ResponseRows, live: Tensor, limits: Tensor) -> A
 
 
 def _done(rows: _ResponseRows, piece: Rollout, live: Tensor, limits: Tensor, ask: Ask) -> Tensor:
-    """Which of the rows `live` have ended, bool [L]. Stop texts are searched for here: an engine does not see the part
-    in an earlier piece."""
+    """Find which of the rows `live` have ended: bool [L]. Stop texts are searched for here, in whole responses, since
+    an engine does not see the part of a text in an earlier piece."""
     ended = torch.tensor([reason == "stop" for reason in piece.finish]) | (limits[live] <= rows.drawn.shape[1])
     if (texts := ask.sampling.stop_texts) is not None:
         ended |= torch.tensor([texts.end(rows.response(row)) is not None for row in live.tolist()])

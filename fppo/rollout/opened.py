@@ -43,7 +43,7 @@ from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.padding import sent
 from fppo_kernels.table import takes_key_lengths
 
-_FEW = 8  # up to so many new tokens run in steps beside the draws of others, not in a pass of their own
+_FEW = 8  # a row with up to so many new tokens runs them one by one while other rows draw, not in a pass
 
 
 class LoadedPolicy(NamedTuple):
@@ -63,9 +63,9 @@ class LoadedPolicy(NamedTuple):
 class EmbeddedRequests:
     """`AdapterRequests` of an `EmbeddedEngine`; `load(params)` prepares the parameters.
 
-    A kept row keeps its keys, values and states. When it comes back, only its new tokens run, its last one and an
-    observation, in one pass with those of other rows. If the model carries states, they run one by one, in the steps in
-    which other rows draw.
+    A kept row keeps its keys, values and states. When it comes back, only its new tokens run, the last one that it drew
+    and an observation, in one pass with those of other rows. If the model carries states, the new tokens run one by
+    one, in the steps in which other rows draw.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class EmbeddedRequests:
 
     @property
     def counts(self) -> RequestCounts:
-        """How many requests there are."""
+        """Implement `Requests.counts`."""
         return RequestCounts(len(self._waiting), len(self._live), len(self._kept))
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -224,7 +224,8 @@ class EmbeddedRequests:
         self._scores: dict[float, HeadLogProbs] = {}
 
     def _kind_of(self, sampling: Sampling) -> int:
-        """The index of a kind of settings: those with equal temperature, top_k, top_p and greedy draw alike."""
+        """Number the settings by how they draw: those with equal temperature, top_k, top_p and greedy have one
+        number."""
         kind = sampling.temperature, sampling.top_k or 0, sampling.top_p, sampling.greedy
         if kind not in self._kinds:
             self._kinds[kind] = len(self._samplings)
@@ -244,14 +245,14 @@ class EmbeddedRequests:
         return tokens * self._loaded.layout.token_bytes + self._loaded.state_bytes
 
     def _chosen(self) -> tuple[list[OpenRow], list[OpenRow]]:
-        """The rows that begin now: those whose new tokens run in steps, and the others."""
+        """Choose the waiting rows that begin now. Returns the rows whose new tokens run in steps, and the others."""
         rows = self._waiting.deal(self._fits)
         by_steps = [self._prefills_by_steps(row) for row in rows]
         return [*compress(rows, by_steps)], [*compress(rows, map(operator.not_, by_steps))]
 
     def _fits(self, row: OpenRow, others: Sequence[OpenRow], fresh: bool) -> bool:
-        """Whether a row can begin beside the rows that draw and `others` that begin. Fresh prompts leave room for kept
-        rows to come back; a row alone always fits."""
+        """Whether a row can begin beside the rows that draw and the rows `others` that begin. `fresh` prompts leave
+        room for kept rows to come back; a row alone always fits."""
         count, budget = len(self._live) + len(others), self._loaded.budget
         if count >= self._most_rows or not count or budget is None:
             return count < self._most_rows
@@ -370,7 +371,7 @@ class EmbeddedRequests:
         return draws._replace(log_probs=self._scores[temperature](hidden, draws.tokens))
 
     def _refill(self, rows: Iterable[OpenRow]) -> None:
-        """Gives rows the uniform numbers of their next draws, the last one first."""
+        """Give rows that have used theirs up the uniform numbers of their next draws, in reverse order."""
         empty = [row for row in rows if not row.uniforms]
         if not empty:
             return
@@ -384,7 +385,8 @@ class EmbeddedRequests:
     def _taken(
         self, rows: Sequence[OpenRow], tokens: Sequence[int], log_probs: Sequence[float], others: Sequence[float]
     ) -> tuple[DrawnTokens, list[FinishedRequest]]:
-        """Gives rows their tokens, and takes out those that end."""
+        """Give rows their tokens, with log-probs and `others`, the log-probs under the distributions drawn from; take
+        out rows that end. Returns the step's tokens, and the requests that ended."""
         ends: dict[int, End] = {}
         for row, token, log_prob, other in zip(rows, tokens, log_probs, others, strict=True):
             name = row.request.adapter

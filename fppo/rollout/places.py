@@ -26,7 +26,8 @@ T = TypeVar("T")
 
 
 class ServedAdapter(NamedTuple):
-    """An adapter in use, with its factors in the layout of a decoder, if there is a `held` one."""
+    """An adapter in use, and its version. `factors` are its factors in a decoder's layout; None without a decoder that
+    is `held`."""
 
     adapter: Adapter
     version: int
@@ -41,9 +42,9 @@ _FEWEST = 8  # rows of recorded steps
 class DecodeSlots:
     """The rows that decode together, numbered from 0 without a gap, and the columns of their keys and values.
 
-    All write the same column in a step. A row's tokens end just before it, and padding is before them. With a recorder
-    of steps there are more places than rows, so that rows come and go without another recording; steps with rows that
-    use `adapters` are not recorded.
+    All rows write the same column in a step. A row's tokens end just before it, and padding is before them. With a
+    recorder of steps there are more places than rows, so that rows come and go without another recording; steps with
+    rows that use `adapters` are not recorded.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class DecodeSlots:
         self._shifts: list[int] = []  # as `RowContext.shift`
         self._most: list[int] = []  # tokens that each row may come to have
         self._states: States | None = None
-        self._column = 0  # the next one to write
+        self._column = 0  # the next column to write
         self._banks: Banks = layout.rows(0, 0)
         self._room = (0, 0)  # rows and columns of the banks
         # the most tokens of a row, a function that makes steps for such rows, and whether they are recorded
@@ -111,7 +112,7 @@ class DecodeSlots:
         return RowContext(self._column - pad, banks, states.picked([row]), self._shifts[row])
 
     def leave(self, rows: Sequence[int]) -> list[int]:
-        """Take rows out, and move others to their places. Returns, by place, the number that each row had."""
+        """Take rows out, and move other rows to their places. Returns, by place, the number that its row had before."""
         order = list(range(len(self)))
         columns: Any = order, self._pads, self._shifts, self._most, self._owners
         for row in sorted(rows, reverse=True):
@@ -151,7 +152,7 @@ class DecodeSlots:
         return after if rows == len(tokens) else after.each(lambda x: x[: len(tokens)])
 
     def _changed(self) -> None:
-        """Notes that rows came or went."""
+        """Adapt the step to rows that came or went. A recorded step is kept if no row uses an adapter."""
         if self._fixed is None or any(owner is not None for owner in self._owners):
             self._advance = self._fixed = None
             return
@@ -165,7 +166,7 @@ class DecodeSlots:
         return sent(tensor_of(values, torch.int64), self._layout.device)[:, None]
 
     def renew(self) -> None:
-        """Notes that adapters changed."""
+        """Adapt the step to adapters that changed."""
         self._changed()
 
     def _made(self) -> Advance:
@@ -228,8 +229,8 @@ class DecodeSlots:
         self._rebase((rows, max(columns if shared else 0, self.columns(column, self.longest))), -shared)
 
     def columns(self, column: int, most: int) -> int:
-        """The columns to allocate if `column` are used by rows of at most `most` tokens: half as many again, but at
-        most half more than the longest row may have."""
+        """The number of columns to allocate if `column` columns are used: half as many again, but at most half more
+        than `most`, the tokens that the longest row may come to have."""
         wanted = column + max(CHUNK, column // 2)
         bounded = max(min(wanted, most + max(CHUNK, most // 2)), column + 1)
         return bounded if self._recorder is None else -(-bounded // ALIGNED) * ALIGNED

@@ -86,7 +86,7 @@ def _whole(here: Here, model: Model, params: Mapping[str, Tensor], bucket_bytes:
 
 
 def _taken(tensors: dict[str, Tensor], how: How) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors that arrived, and their digests."""
+    """Digest tensors that arrived, by the method `how`. Returns the tensors and their digests."""
     return tensors, {name: sync.digest(x, how) for name, x in tensors.items()}
 
 
@@ -97,9 +97,9 @@ class _Replica:
     group: Group
     generate: Any
     params: Params | None = None
-    origin: CopyOrigin | None = None  # of those weights
-    lost: Lost | None = None  # until it is up again
-    gone: bool = False  # for good
+    origin: CopyOrigin | None = None  # of these weights
+    lost: Lost | None = None  # why it died, until it is up again
+    gone: bool = False  # it is not started again
 
     def holds(self, params: Params, version: int) -> bool:
         return self.origin is not None and self.origin.matches(params, version)
@@ -126,10 +126,11 @@ class _RolloutWork:
 class EnginePool:
     """Several engines as one: each of the `groups` has an engine, of which `make(group)` returns the handle.
 
-    Weights of the asked version are sent to engines that hold other weights, and each engine confirms a digest of every
-    tensor before it answers requests of at most `rows` rows, or of one prompt. An engine that dies is started again in
-    its group while the others answer for it, at most `restarts` times over all engines. `names` are those of the
-    parameters. An engine gets them on its device or, with `on_host`, in host memory, if it makes its own copies.
+    Weights of the requested version are sent to engines that hold other weights, and each engine confirms a digest of
+    every tensor before it answers requests of at most `rows` rows, or of one prompt. An engine that dies is started
+    again in its group while the others answer for it, at most `restarts` times over all engines. `names` are the names
+    of the parameters. An engine gets parameters on its device or, with `on_host`, in host memory, if it makes its own
+    copies.
 
     Use it in a `with`. `generate` raises GroupDied once all engines are gone, SyncError if an engine does not hold what
     it was sent, and any error of an engine.
@@ -200,8 +201,8 @@ class EnginePool:
         return tree.map(lambda x: x.to(device), _joined(work, self._pad))
 
     def bring(self, params: Params) -> None:
-        """Send the parameters for batches made ahead to the engines now, if the policy has ranks of its own: to read
-        them later would interrupt the training there."""
+        """Send `params` to the engines now, for batches made ahead, if the policy has ranks of its own: to read the
+        parameters later would interrupt the training on these ranks."""
         if isinstance(self._policy.group, LocalGroup):
             return
         with self._one:

@@ -35,7 +35,7 @@ class RowContext(NamedTuple):
     banks: Banks  # [K, H, n, D]
     states: States  # of one row
     shift: int = 0  # a position minus the number of its token, after images
-    after: Next | None = None  # what the row draws from first
+    after: Next | None = None  # the logits of the row's first draw
 
     def apart(self) -> RowContext:
         """A copy of the context, with memory of its own."""
@@ -44,8 +44,8 @@ class RowContext(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Tokens to prefill after a context, or a whole prompt with its images; None as `adapter` is the policy itself, and
-    `asked` are the scores to compute."""
+    """Tokens to prefill after a context, or a whole prompt with its images. `adapter` is used for them (None: the
+    policy itself), and `asked` are the scores to compute."""
 
     ids: Sequence[int]
     context: RowContext | None = None
@@ -90,8 +90,8 @@ def read(bound: Bound, policy: DecodingPolicy, layout: BankLayout, readings: Seq
 
 
 def owned(sizes: Sequence[tuple[Adapter | None, int]]) -> list[OwnRows]:
-    """The adapters of a pass, each with its slice of the rows; `sizes` has an adapter and a number of rows for each
-    part."""
+    """List the adapters of a pass, each with its slice of the rows. `sizes` has an adapter (None: the policy itself)
+    and a number of rows for each part of the pass."""
     found, end = list[OwnRows](), 0
     for adapter, rows in groupby(sizes, key=lambda each: each[0]):
         start, end = end, end + sum(size for _, size in rows)
@@ -157,8 +157,8 @@ def _positions(reading: Reading) -> Tensor:
 def _attention(
     policy: DecodingPolicy, layout: BankLayout, readings: Sequence[Reading], lengths: Lengths, fill: int
 ) -> tuple[Banks, Attend]:
-    """Banks with the cached keys and values of all rows laid end to end, and an `attend` that writes those of new
-    tokens."""
+    """Make banks with the cached keys and values of all rows laid end to end, and `fill` columns more, and an `attend`
+    that writes the keys and values of new tokens there."""
     attention, device = policy.kernels.attention, layout.device
     whole = layout.row(sum(reading.length for reading in readings) + fill)
     calls, cache, new = count(), layout.layers(whole), None
@@ -207,8 +207,8 @@ def _hidden(
 
 
 def tried(policy: DecodingPolicy) -> tuple[Layers, list[AttentionLayer], int]:
-    """Run one token for each rank, inside `bind`: its keys and values, [N, H, D] each, the arguments of each attention
-    call, and the bytes of a row's states."""
+    """Try one token for each rank, inside `bind`. Returns the tokens' keys and values, [N, H, D] each, the arguments of
+    each attention call, and the bytes of a row's states."""
     ranks, device = policy.columns.axis.size, policy.head.weight.device
     kept, calls = caches.Layers(), list[AttentionLayer]()
     tokens, lengths = torch.zeros(1, ranks, dtype=torch.int64, device=device), make_lengths([1] * ranks, device)

@@ -21,8 +21,9 @@ _SCORED = 4096  # tokens whose log-probs are computed together, and for which hi
 
 
 class Fed(NamedTuple):
-    """Experts of tokens that the model processed, with their row and column in the rollout. The indices are broadcast
-    to a common shape. Columns count from the first response token, so that prompts have negative ones."""
+    """Experts of tokens that the model processed, with the tokens' rows and columns in the rollout. `rows` and
+    `columns` are broadcast to a common shape. Columns count from the first response token, so that prompts have
+    negative ones."""
 
     rows: Tensor  # [*M]
     columns: Tensor  # [*M]
@@ -30,14 +31,15 @@ class Fed(NamedTuple):
 
 
 def experts_of_prompts(experts: Tensor, index: Tensor, rows: Tensor, width: int) -> Fed:
-    """The experts of packed prompts, for the draws [P, n] of each. Entry i of [N, L, k] belongs to the flat index
-    index[i] of prompts with `width` columns; entries beyond `index` [M] are padding."""
+    """Place the experts [N, L, k] of packed prompts in the rollout. Packed token i stands at index[i] of the padded
+    prompts [P, width], flattened; experts beyond `index` [M] are padding's. `rows` [P, n] are each prompt's draws."""
     columns = (index % width - width)[:, None]
     return Fed(rows[index // width], columns, experts[: len(index), None])
 
 
 def experts_column(fed: Sequence[Fed], rows: int, prompt: int, response: int) -> Tensor:
-    """The column of experts of a rollout: [B, P + T, L, k] for `rows` rows, `prompt` and `response` positions."""
+    """Lay experts out as a rollout's column [B, P + T, L, k]: B is `rows`, and P and T are the `prompt` and `response`
+    positions."""
     first = fed[0].experts
     whole = first.new_zeros(rows, prompt + response, *first.shape[-2:])
     for part in fed:
@@ -54,8 +56,8 @@ def completed_experts(routed: Tensor, mask: Tensor) -> Tensor:
 
 
 def check_prompts(mask: Tensor) -> list[int]:
-    """The lengths of the prompts. Raises ValueError for no prompts, empty prompts, and prompts not padded on the
-    left."""
+    """Return the length of each prompt, given the attention mask [B, P]. Raises ValueError if there are no prompts, or
+    if one is empty or not padded on the left."""
     lengths = mask.sum(1).tolist()
     empty = [i for i, length in enumerate(lengths) if not length]
     if empty or not lengths:
@@ -89,7 +91,8 @@ def tensor_of(values: Sequence[float], dtype: torch.dtype) -> Tensor:
 
 
 def number_rows(ask: Ask, device: torch.device) -> Tensor:
-    """The row ids of the n responses to each prompt: response j to the prompt with row id i has i * n + j."""
+    """Number the rows of a rollout: response j to the prompt with row id i is row i * n + j. Returns int64 [B * n],
+    with the n responses to a prompt adjacent."""
     n = ask.sampling.n
     return (ask.prompts.row_ids.to(device)[:, None] * n + torch.arange(n, device=device)).flatten()
 
@@ -131,7 +134,7 @@ def rollout_of(
 
 
 def widened(record: R, prompt: int, response: int, pad_token_id: int) -> R:
-    """Pad a rollout to `prompt` and `response` positions."""
+    """Pad a rollout, or scored rows, to `prompt` positions of prompts and `response` positions of responses."""
     width = record.response_mask.shape[1]
     left, right = prompt - (record.tokens.shape[1] - width), response - width
     per_token = ["response_mask", "rollout_log_probs", "sampling_log_probs"]
@@ -200,7 +203,8 @@ class Steps:
 
 
 class FinishedRows:
-    """Calls `on_finished` for rows as they finish, given the steps of all waves."""
+    """A listener to the steps of all waves, which calls `on_finished` for each row that finishes. `limits` are the
+    maximal lengths of each prompt's responses."""
 
     def __init__(self, on_finished: OnFinished, limits: Sequence[int], sampling: Sampling) -> None:
         self._on_finished = on_finished
@@ -208,7 +212,7 @@ class FinishedRows:
         self._open: dict[int, list[int]] = {row: [] for row in range(len(self._limits))}
 
     def __call__(self, step: DrawnStep, stops: Tensor) -> None:
-        """Process the step's tokens, and which of them stop their rows. Finished rows that are still among the live
+        """Process a step; `stops` says which of its tokens stop their rows. Finished rows that are still among the live
         ones are skipped."""
         for row, token, stopped in zip(step.rows.tolist(), step.tokens.tolist(), stops.tolist(), strict=True):
             response = self._open.get(row)

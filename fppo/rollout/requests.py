@@ -90,11 +90,12 @@ class DrawnTokens(NamedTuple):
 
 @attrs.frozen(kw_only=True, eq=False)
 class FinishedRequest:
-    """A request that has ended, with all T tokens that it drew; log-probs are float32, or float64 of such parameters.
+    """A request that has ended, with all T tokens that it drew; log-probs are float32, or float64 if the parameters
+    are.
 
     `end` is "stop" where a stop token, which is the last one, or a stop text ended it. `fed` counts the tokens that
-    went through the model for it. A request that was cancelled before its first draw has no tokens.
-    `prompt_scores` and `drawn_scores` are those of `Request.scores`, in the dtype of the log-probs.
+    went through the model for it. A request that was cancelled before its first draw has no tokens. `prompt_scores` and
+    `drawn_scores` answer `Request.scores`, in the dtype of the log-probs.
     """
 
     name: str
@@ -157,7 +158,7 @@ class Requests(Protocol):
         ...
 
     def step(self) -> StepResult:
-        """Draws one token, or a few, of each request that has a place; nothing where none is open."""
+        """Draw one token, or a few, of each request that has a place; without open requests, do nothing."""
         ...
 
     def cancel(self, names: Sequence[str]) -> None:
@@ -202,5 +203,6 @@ class RequestEngine(Engine, Protocol):
     def open(
         self, params: Mapping[str, Tensor], *, version: int = 0, most_waiting: int | None = None
     ) -> AbstractContextManager[Requests]:
-        """The engine with these parameters, open until the context ends; at most `most_waiting` requests wait."""
+        """Open the engine for requests, with these parameters, until the context ends. At most `most_waiting` requests
+        may wait; None: any number."""
         ...

@@ -35,7 +35,7 @@ class SharedPrompt:
         return self.read
 
     def left(self, name: str) -> PromptScores | None:
-        """The scores of a request that begins to draw or is cancelled; the prompt then forgets it."""
+        """Remove a request that begins to draw or is cancelled, and return its scores of the prompt, if any."""
         self.asked.pop(name, None)
         return self.scores.pop(name, None)
 
@@ -86,22 +86,22 @@ class OpenRow:
 
     @property
     def top(self) -> int:
-        """The number of likeliest tokens to report for each of its draws; 0: nothing."""
+        """The number of likeliest tokens to report for each draw of the row; 0: none."""
         return 0 if self.request.scores is None else self.request.scores.drawn_top
 
     @property
     def left(self) -> int:
-        """How many tokens it may draw yet."""
+        """The number of tokens that the row may still draw."""
         return self.request.sampling.max_tokens - len(self.tokens)
 
     @property
     def most(self) -> int:
-        """How many tokens the row may come to have."""
+        """The number of tokens that the row may come to have."""
         return len(self.ids) + self.left
 
     @property
     def unread(self) -> list[int]:
-        """The tokens after its context, which have not run yet."""
+        """The row's tokens after its context, which have not run yet."""
         return self.ids if self.context is None else self.ids[self.context.length :]
 
     def take(self, token: int, log_prob: float, sampling_log_prob: float, version: int) -> End | None:
@@ -117,7 +117,7 @@ class OpenRow:
         return None if self.left else "length"
 
     def ended(self, end: End, dtype: torch.dtype) -> FinishedRequest:
-        """The result, with log-probs of this dtype."""
+        """The request's result, with log-probs in `dtype`."""
         return FinishedRequest(
             name=self.name,
             tokens=tensor_of(self.tokens, torch.int64),
@@ -143,15 +143,15 @@ class KeptRow:
 
     ids: Sequence[int]
     inputs: RowInputs | None
-    context: RowContext | None = None  # None: it is to be computed anew
-    adapter: str | None = None  # that computed it
+    context: RowContext | None = None  # None: to be computed anew
+    adapter: str | None = None  # the adapter that computed the context
 
 
 def check_adapters(
     requests: Sequence[Request], adapters: Container[str], kept: Mapping[str, KeptRow], size: int
 ) -> None:
-    """Raises ValueError for unknown adapters, for an `after` with another adapter, and for targets outside a vocabulary
-    of `size` tokens."""
+    """Raise ValueError for unknown adapters, for requests that continue a row of another adapter, and for targets
+    outside a vocabulary of `size` tokens."""
     for request in requests:
         if request.adapter is not None and request.adapter not in adapters:
             text = f"there is no adapter {request.adapter!r}: `put` it first"
@@ -167,7 +167,8 @@ def check_adapters(
 
 
 def check_without(requests: Sequence[Request], engine: str) -> None:
-    """Raises ValueError for requests with an adapter or scores, to an engine that has neither."""
+    """Raise ValueError for requests with an adapter or scores. `engine` describes an engine without these, for the
+    error."""
     for request in requests:
         wrong = [name for name in ("adapter", "scores") if getattr(request, name) is not None]
         if wrong:
@@ -176,7 +177,7 @@ def check_without(requests: Sequence[Request], engine: str) -> None:
 
 
 def check_names(requests: Sequence[Request], kept: Container[str], used: Container[str]) -> None:
-    """Raises ValueError for names that are `used` or `kept`, and for an `after` that is not kept."""
+    """Raise ValueError for names that are `used`, `kept` or given twice, and for an `after` that is not kept."""
     seen: set[str] = set()
     for request in requests:
         if request.name in used or request.name in kept or request.name in seen:
@@ -191,8 +192,8 @@ def check_names(requests: Sequence[Request], kept: Container[str], used: Contain
 def check_tokens(
     request: Request, before: int, *, size: int, limit: int | None, why: str = "a row of the model has at most"
 ) -> None:
-    """Raises ValueError for tokens outside a vocabulary of `size` tokens, and for a row that may outgrow an engine's
-    `limit`. `before` counts its tokens before the request; `why` is the error's word for the limit."""
+    """Raise ValueError for tokens outside a vocabulary of `size` tokens, and for a row that may outgrow an engine's
+    `limit`. `before` counts the row's tokens before the request; `why` is the error's text before the limit."""
     check_stops(request.sampling, size)
     if request.ids and not 0 <= min(request.ids) <= max(request.ids) < size:
         text = f"tokens that the model's vocabulary of {size} tokens does not have"

@@ -18,7 +18,7 @@ _FEW, _MORE = 256, 16  # the number of tokens in which top-p is first searched, 
 
 
 class Columns(NamedTuple):
-    """A rank's columns of logits over a vocabulary of `size` tokens, cut over an axis: those from `first` on."""
+    """A rank's columns of logits, those from `first` on; the vocabulary of `size` tokens is cut over `axis`."""
 
     axis: Axis
     first: int

@@ -26,12 +26,12 @@ _NUMBERS = 1 << 24  # of logits at once
 class Scores:
     """The log-probs that a request is to report, for a prompt of P tokens.
 
-    - `prompt`: of the prompt's own tokens, each given those before it
-    - `prompt_top`: of this many likeliest tokens at each of its positions
-    - `last`: limits these two to this many last tokens, from 1 to P - 1; None: all tokens but the first
-    - `targets`: of these tokens, int64 [P - 1, K]; row i stands for position i + 1, and -1 for none
-    - `draws`: of this many tokens drawn at each position but the first, with replacement, at the request's temperature
-    - `drawn_top`: at each draw of the request, of the drawn token and of this many likeliest ones
+    - `prompt`: of the prompt's own tokens, each given the tokens before it
+    - `prompt_top`: of this many likeliest tokens at each position of the prompt
+    - `last`: limits `prompt` and `prompt_top` to so many last tokens, from 1 to P - 1; None: all tokens but the first
+    - `targets`: of given tokens, int64 [P - 1, K]; row i stands for position i + 1, and -1 for no token
+    - `draws`: of this many tokens, drawn with replacement at each position but the first, at the request's temperature
+    - `drawn_top`: of each token that the request draws, and of this many likeliest tokens at its position
 
     Raises ValueError for negative numbers, and for targets that are no ids [P - 1, K].
     """
@@ -56,12 +56,12 @@ class Scores:
 
     @property
     def of_prompt(self) -> bool:
-        """Whether any of them are for the prompt."""
+        """Whether any of the scores are of the prompt."""
         return bool(self.prompt or self.prompt_top or self.targets is not None or self.draws)
 
     def check(self, what: str, length: int | None) -> None:
-        """Raises ValueError, beginning with `what`, if they do not fit a prompt of `length` tokens, or if there is no
-        whole prompt (None)."""
+        """Raise ValueError, with a text that begins with `what`, if the scores do not fit a prompt of `length` tokens,
+        or if the request has no whole prompt (None)."""
         if not self.of_prompt:
             return
         if length is None:
@@ -142,10 +142,10 @@ def prompt_scores(
     logits_of: Callable[[Tensor], Tensor],
     exact: TokenLogProbs | None = None,
 ) -> list[PromptScores]:
-    """The scores of a prompt for each request that has it.
+    """Compute the scores of one prompt for each of the requests `asked`.
 
-    `hidden` [P, H] are the states of its `ids`, and `logits_of` gives whole logits [N, V] of some of them. With `exact`
-    log-probs of given tokens are a training pass's own.
+    `hidden` [P, H] are the states of the prompt's tokens `ids`, and `logits_of` gives whole logits [N, V] of some of
+    the states. With `exact`, log-probs of given tokens are those of a training pass, bit for bit.
     """
     length, device = len(ids), hidden.device
     sheets = [_Sheet(one, length) for one in asked]
@@ -182,7 +182,7 @@ class _Positions(NamedTuple):
 
 
 def _parts(begin: int, end: int, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Iterator[_Positions]:
-    """The positions from `begin` to `end`, some at a time."""
+    """Yield the positions from `begin` to `end`, some at a time."""
     start, count = begin, 1  # the first tells how wide logits are
     while start < end:
         before = hidden[start - 1 : min(start + count, end) - 1]
@@ -192,7 +192,7 @@ def _parts(begin: int, end: int, hidden: Tensor, logits_of: Callable[[Tensor], T
 
 
 class _Sheet:
-    """Collects one request's scores, some positions at a time."""
+    """One request's scores of a prompt, collected some positions at a time."""
 
     def __init__(self, asked: ScoredPrompt, length: int) -> None:
         scores = asked.scores
@@ -204,7 +204,7 @@ class _Sheet:
         self._draws: list[TopTokens] = []
 
     def fill(self, part: _Positions, tokens: Tensor, exact: TokenLogProbs | None) -> None:
-        """Append the scores of some positions."""
+        """Append the scores of the positions `part`; `tokens` is the whole prompt."""
         scores, own = self._asked.scores, part.behind(self._begin)
         if scores.prompt and own.start < own.end:
             self._log_probs.append(own.log_probs(tokens[own.start : own.end, None], exact)[:, 0].cpu())
@@ -219,7 +219,8 @@ class _Sheet:
             self._draws.append(TopTokens(drawn.cpu(), (part.logits.gather(1, drawn) - part.norm).cpu()))
 
     def _drawn(self, part: _Positions) -> Tensor:
-        """Alternatives [N, k]: number j at a position depends on the key, the row and the position alone."""
+        """Draw alternatives [N, k] to the prompt's tokens: number j at a position depends on the key, the row and the
+        position alone."""
         _, sampling, key, row = self._asked
         keys = [key.fold("alternatives", j) for j in range(self._asked.scores.draws)]
         places = torch.arange(part.start, part.end).expand(len(keys), -1)
@@ -238,7 +239,7 @@ class _Sheet:
 
 
 def _filled(parts: Sequence[Tensor], rows: int, fill: float) -> Tensor:
-    """Concatenate the parts at the end of `rows` rows, after rows of `fill`."""
+    """Concatenate the parts, and put rows of `fill` before them, up to `rows` rows."""
     if not parts:
         return torch.full((rows,), fill)
     found = torch.cat([*parts])

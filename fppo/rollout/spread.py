@@ -79,7 +79,8 @@ class SpreadEngine:
             yield requests
 
     def _gathered(self, own: Rollout, ask: Ask, shares: list[list[int]]) -> Rollout:
-        """The rollout of all ranks from each rank's rows of it."""
+        """Join the rows of all ranks, of which this rank has `own`, in the order of the rollout; `shares` are the
+        prompts of each rank."""
         device, n = own.tokens.device, ask.sampling.n
         ranks = gather_objects([own.response_mask.shape[1], list(own.finish)], self.mesh, ALL, device)
         width = max(wide for wide, finish in ranks if finish)
@@ -113,7 +114,7 @@ class SpreadEngine:
 
 
 def merged_shares(shares: Sequence[Sequence[int]], mesh: Mesh, axes: Sequence[str]) -> list[int]:
-    """Merge this rank's share with those of the ranks that differ from it on these axes alone."""
+    """Merge this rank's share of the prompts with the shares of the ranks that differ from it on `axes` alone."""
     places = (range(mesh[name].size) if name in axes else [mesh[name].rank] for name in ALL)
     ranks = [
         Mesh({name: Axis(mesh[name].size, at) for name, at in zip(ALL, place, strict=True)})
@@ -130,14 +131,14 @@ class FetchingEngine:
     lane: Lane
 
     def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout:
-        """The engine's rollout."""
+        """Copy the parameters to the device, and return the engine's rollout."""
         return self.engine.generate(to_device(dict(params), self.lane), ask)
 
     @contextmanager
     def open(
         self, params: Mapping[str, Tensor], *, version: int = 0, most_waiting: int | None = None
     ) -> Iterator[Requests]:
-        """The engine, open for requests."""
+        """Open the engine for requests, with the parameters copied to the device."""
         there = to_device(dict(params), self.lane)
         with opened(self.engine, there, version=version, most_waiting=most_waiting) as requests:
             yield FetchingRequests(requests, self.lane)
@@ -145,7 +146,7 @@ class FetchingEngine:
 
 @attrs.frozen
 class FetchingRequests:
-    """Requests of an engine that gets newer parameters in host memory."""
+    """Requests of an engine whose newer parameters come in host memory, and are copied to the device."""
 
     inner: Requests
     lane: Lane

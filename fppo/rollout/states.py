@@ -69,7 +69,7 @@ class States:
 
     @staticmethod
     def joined_(parts: Sequence[States]) -> States:
-        """The rows of all parts, one after the other; the parts are used up."""
+        """Concatenate the rows of all parts, and use the parts up."""
         first, *others = parts
         for kept, *beside in zip(*(part._kept() for part in parts), strict=True):
             for number, x in kept.items():
@@ -79,7 +79,7 @@ class States:
 
 
 class PromptStates:
-    """Carries states along packed prompts, from zero in each, and keeps those after each prompt's last token.
+    """Recurrent states along packed prompts: zero at the start of each prompt, and kept after its last token.
 
     Only prompts of one length run together: padding before a prompt changes its states, even if it is masked (where a
     mixer's projection has a bias, transformers' own left-padded prompts begin with another convolution).
@@ -94,7 +94,7 @@ class PromptStates:
         return by_groups(self._groups, hidden, lambda number, rows: self._states[number](mixer, rows))
 
     def states_(self, prompts: int, n: int) -> States:
-        """The states after the first `prompts` prompts, `n` times each; they are used up."""
+        """The states after the first `prompts` prompts, `n` times each. This object is used up."""
         order = [row for group in self._groups for row in group.rows]
         places = sorted(range(len(order)), key=lambda place: order[place])[:prompts]
         index = torch.tensor([place for place in places for _ in range(n)])

@@ -90,7 +90,7 @@ class LiveRows(NamedTuple):
     states: States
     bounds: tuple[int, int] | None = None  # the least and the most padding, where the host has them
     owned: Sequence[OwnRows] = ()  # rows that use adapters
-    own: Sequence[OwnSteps] = ()  # the same for a decoder
+    own: Sequence[OwnSteps] = ()  # the same rows, for a decoder
 
 
 def plain_steps(
@@ -185,8 +185,8 @@ def _hidden_of(
 
 
 def _padding(rows: LiveRows) -> tuple[int, Tensor | None]:
-    """The first column that any row uses, and the attention bias that hides padding; None if no row has more than
-    others."""
+    """The first column that any row uses, and the attention bias that hides padding; the bias is None if all rows have
+    equal padding."""
     first, last = rows.bounds or (int(x) for x in rows.pads.aminmax())
     if first == last:
         return first, None

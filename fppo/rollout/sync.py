@@ -3,7 +3,7 @@
     for bucket in renamed(reshard(params, model.shapes, mesh, bucket_bytes=1 << 28), rename):
         ...  # bucket.tensors, bucket.digests
 
-The engine digests what it got again; `compare` names the tensors that went wrong on the way.
+The engine digests the tensors that it received; `compare` names the tensors that went wrong on the way.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class CopyOrigin(NamedTuple):
         return CopyOrigin(version, {name: weakref.ref(x) for name, x in params.items()})
 
     def matches(self, params: Mapping[str, Any], version: int) -> bool:
-        """Whether the copy is one of these parameters. A tensor that was written into has another version; handles are
-        immutable."""
+        """Whether the copy is of these very leaves, at this version: a tensor that was written into has a newer
+        version. Handles are immutable, so that their version does not matter."""
         fixed = all(isinstance(x, Away) for x in params.values())
         same = (fixed or self.version == version) and self.leaves.keys() == params.keys()
         return same and all(self.leaves[name]() is x for name, x in params.items())
@@ -61,9 +61,9 @@ class CopyOrigin(NamedTuple):
 def digest(x: Tensor, how: How | None = None) -> str:
     """Digest a tensor's dtype, shape and bytes to 128 bits, in hexadecimal.
 
-    "bytes" (the default on a CPU) is XXH3 of all bytes, read on the host. "sums" (the default elsewhere) are those of
-    `runtime.digests`, on the tensor's device. Neither withstands chosen collisions, as `tree.digest` does, which takes
-    some twenty times as long as XXH3.
+    "bytes" (the default on a CPU) is XXH3 of all bytes, read on the host. "sums" (the default elsewhere) computes the
+    sums of `runtime.digests` on the tensor's device. Neither withstands chosen collisions, unlike `tree.digest`, which
+    takes some twenty times as long as XXH3.
     """
     what = f"{x.dtype} {tuple(x.shape)} ".encode()
     words = digests.words_of(x)
@@ -145,7 +145,7 @@ def changed(
     parts.
 
     Parameters in `frozen` count as unchanged once `last` has them. Every rank of the mesh must call. On a pipeline
-    axis, whose ranks hold different parameters, `names` are those of all stages.
+    axis, whose ranks hold different parameters, `names` are the parameters of all stages.
     """
     mesh = mesh or Mesh.local()
     names = list(params if names is None else names)

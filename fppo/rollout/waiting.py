@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 from fppo.rollout.rows import OpenRow
 
-Fits = Callable[[OpenRow, Sequence[OpenRow], bool], bool]  # a row, those dealt before it, and whether it is fresh
+Fits = Callable[[OpenRow, Sequence[OpenRow], bool], bool]  # (row, the rows dealt before it, whether it is fresh)
 
 
 class WaitingRows:
-    """Waiting rows by owner: fresh prompts, and rows that come back. These hold memory, and go before their owner's
-    prompts."""
+    """Waiting rows by owner: fresh prompts, and rows that come back. Rows that come back hold memory, and go before
+    fresh prompts of their owner."""
 
     def __init__(self) -> None:
         self._coming: dict[str | None, deque[OpenRow]] = {}
@@ -32,7 +32,7 @@ class WaitingRows:
         return sum(len(rows) for queues in (self._coming, self._fresh) for rows in queues.values())
 
     def add(self, row: OpenRow, *, fresh: bool) -> None:
-        """Puts a row behind the others of its owner."""
+        """Put a row behind the others of its owner."""
         self._queue(row, fresh=fresh).append(row)
 
     def put_back(self, rows: Sequence[OpenRow]) -> None:
@@ -44,7 +44,7 @@ class WaitingRows:
         self._turns = [*first, *(owner for owner in self._turns if owner not in first)]
 
     def remove(self, row: OpenRow) -> bool:
-        """Takes a row out. Returns whether it was waiting."""
+        """Take a row out. Returns whether it was waiting."""
         for queues in (self._coming, self._fresh):
             rows = queues.get(row.owner, ())
             if row in rows:
@@ -54,7 +54,7 @@ class WaitingRows:
         return False
 
     def deal(self, fits: Fits) -> list[OpenRow]:
-        """Takes out the rows that begin now: the first one of each owner in turn, as long as they fit.
+        """Take out the rows that begin now: the first row of each owner in turn, as long as `fits` says that they fit.
 
         If a row does not fit, all rows of its kind (fresh or not) wait, and its owner keeps the turn.
         """
@@ -83,7 +83,7 @@ class WaitingRows:
         return (self._fresh if fresh else self._coming).setdefault(row.owner, deque())
 
     def _settle(self, owner: str | None) -> None:
-        """Forgets an owner without rows."""
+        """Forget an owner without rows."""
         for queues in (self._coming, self._fresh):
             if owner in queues and not queues[owner]:
                 del queues[owner]

@@ -30,11 +30,11 @@ class Chain:
     row: int  # of the rollout
     row_id: int
     group: int  # the number of its prompt
-    data: Mapping[str, Any]  # as an environment gets it
+    data: Mapping[str, Any]  # the row that an environment gets
     seed: int
     prompt: Sequence[int]
     inputs: RowInputs | None
-    most: int  # tokens of the response
+    most: int  # the most tokens of the response
     state: Any = None
     messages: Sequence[Message] | None = None  # of the prompt, where the player gave it
     begun: bool = False
@@ -56,18 +56,18 @@ class Chain:
     later: list[EpisodeCut] = attrs.field(factory=list)  # the rows after the first
 
     def failed(self, why: str) -> None:
-        """Counts a failure."""
+        """Count a failed call; the reason of the first one is kept."""
         self.failures += 1
         self.why = self.why or why
 
     @property
     def cuts(self) -> list[EpisodeCut]:
-        """The rows of the episode."""
+        """The rows of the episode in order: a single one, unless turns are rows."""
         return [EpisodeCut(self.prompt), *self.later]
 
     @property
     def name(self) -> str:
-        """The name of its last request."""
+        """The name of the row's last request to the engine."""
         return f"{self.row}.{self.requests}"
 
     @property

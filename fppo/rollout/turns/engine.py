@@ -31,7 +31,7 @@ from fppo.runtime.mesh import AXES, LOCAL, Mesh, gather_objects, place_on, ranks
 from fppo.steps.ranks import deal
 
 FAILURES = "tool_failures"  # the key under which extras hold how many of a row's calls failed
-WHY = "environment_error"  # the key under which they hold the error of the first, bounded
+WHY = "environment_error"  # the key under which extras hold the first failed call's error, shortened
 INFO = "environment"  # the key under which extras hold an episode's numbers by name
 Thinking = Literal["keep", "drop"]
 _SEEDS = 1 << 62
@@ -69,7 +69,7 @@ class TurnsEngine:
     With `thinking = "drop"` each turn is a row. Its prompt is the conversation so far, encoded by `prompt`, so that a
     chat template leaves out earlier thoughts as it does in use. Only the tokens after the prompt were sampled; earlier
     turns are text in it. The rows of an episode are in order (`Rollout.episodes`), and joined they are the response
-    that "keep" would report. A turn has the same draws in both. A turn that continues without an observation stays in
+    that "keep" would report. A turn has the same draws in either. A turn that continues without an observation stays in
     its row. Bounds on a response hold for the joined one, and no row is longer than a prompt with a whole response.
 
     With `draws` a response is an episode of a game. For tools the prompt's last message has this many uniform numbers
@@ -177,7 +177,8 @@ class TurnsEngine:
         return [[*messages[:-1], {**messages[-1], DRAWS: draws}] for messages, draws in pairs]
 
     def _chains(self, ask: Ask, openings: Sequence[list[Message]], groups: Sequence[int]) -> list[Chain]:
-        """The episodes of these prompts before they begin."""
+        """Make the episodes of the prompts numbered `groups`, before they begin; `openings` are the messages of each
+        row."""
         prompts, n, limits = ask.prompts, ask.sampling.n, response_limits(ask)
         uniform = ask.key.fold(INFO).uniform(prompts.row_ids.cpu(), 1)[:, 0]
         seeds, masks = (uniform * _SEEDS).long().tolist(), prompts.attention_mask.bool()
@@ -213,7 +214,7 @@ class TurnsEngine:
         return [{"role": "user", "content": text}]
 
     def _replies(self, sampling: Sampling) -> ReplyOf:
-        """A function from a turn's tokens to a `Reply`; special tokens stay in its text, except one that ended the
+        """Make a function from a turn's tokens to a `Reply`. Special tokens stay in its text, except one that ended the
         turn."""
         tokenizer, special, ends = self.tokenizer, frozenset(self.tokenizer.all_special_ids), dict[int, str]()
 

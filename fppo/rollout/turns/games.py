@@ -1,5 +1,5 @@
-"""Text games: what is dealt, what the policy may say, and how it ends. Worker processes import this module, so it
-imports no torch."""
+"""Text games as states: what is dealt, what the policy may say, and how the game ends. Worker processes import this
+module, so it imports no torch."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ DRAWS = "draws"  # the key under which a conversation's opening holds uniform nu
 
 
 class Chance(NamedTuple):
-    """Something is dealt, or somebody else acts: the states that may follow, each with its probability."""
+    """A state in which something is dealt, or another player acts: the states that may follow, with probabilities."""
 
     outcomes: Sequence[tuple[float, State]]
 
     def at(self, u: float) -> State:
-        """The state that a number in [0, 1) draws. Raises ValueError unless the probabilities add up to 1."""
+        """The state that the number `u` in [0, 1) draws. Raises ValueError unless the probabilities add up to 1."""
         outcomes = checked(self)
         place = bisect_right(list(accumulate(p for p, _ in outcomes)), u)
         return outcomes[min(place, len(outcomes) - 1)][1]
 
 
 class Turn(NamedTuple):
-    """The policy's turn: what it is shown, and the state after each text that it may answer."""
+    """The policy's turn: the text that the policy is shown, and the state after each text that it may answer."""
 
     shown: str
     actions: Mapping[str, State]
 
 
 class End(NamedTuple):
-    """The game is over; this is the response's score."""
+    """The end of the game, with the response's score."""
 
     score: float
 
@@ -49,12 +49,13 @@ Node = Chance | Turn | End
 
 @attrs.frozen
 class Game:
-    """A game that the policy plays in the turns of a response: the tool that deals, and with `score` the reward.
+    """A game that the policy plays in the turns of a response: called as a tool it deals, and its `score` is the
+    reward.
 
-    `node(state)` says what a state is. The first one is the text of the prompt, or of its last message, and the first
-    turn shows "", for the policy has read the prompt. Whatever no turn shows of a state is hidden: states that look the
-    same to the policy must allow the same texts. A turn that says none of them, or a response that is cut, scores 0.
-    Something is dealt at most `draws` times.
+    `node` maps a state to a `Chance`, a `Turn` or an `End`. The first state is the text of the prompt, or of its last
+    message, and the first turn shows "", since the policy has read the prompt. Anything that no turn shows of a state
+    is hidden: states that look the same to the policy must allow the same texts. A turn with a text that is not
+    allowed, or a response that is cut, scores 0. Something is dealt at most `draws` times.
     """
 
     node: Callable[[State], Node]
@@ -69,16 +70,17 @@ class Game:
         return [{"role": "tool", "content": node.shown}] if isinstance(node, Turn) else None
 
     def score(self, sample: Sample) -> float:
-        """The reward: the score of the end that the response came to, and 0 if it came to none."""
+        """The reward of a response: the score of the end that it reached, and 0 if it reached none."""
         return self.end(sample.extras[EPISODE], sample.finish)
 
     def end(self, episode: Mapping[str, Any], finish: str) -> float:
-        """The score of an episode, as extras hold it."""
+        """The score of an `episode` (opening, draws and turns); 0 without an end, or if `finish` is not "stop"."""
         node = self.after(**episode) if finish == "stop" else None
         return node.score if isinstance(node, End) else 0.0
 
     def after(self, opening: str, turns: Iterable[str], draws: Iterable[float]) -> Turn | End | None:
-        """Where these turns lead with these draws, in [0, 1); None if one of them is not allowed.
+        """The turn or end that these turns lead to from the state `opening`, if `draws` in [0, 1) decide what is dealt;
+        None if one of the turns is not allowed.
 
         Raises ValueError if there are too few draws, or invalid probabilities.
         """
@@ -100,7 +102,8 @@ class Game:
         return node
 
     def outlook(self, states: Iterable[tuple[float, State]]) -> list[tuple[float, Turn | End]]:
-        """The turns and ends to which weighted states lead, whatever is dealt, each with its weight."""
+        """List the turns and ends that weighted states lead to, for all that may be dealt. Each comes with the weight
+        of its state, times the probability of what was dealt."""
         found: list[tuple[float, Turn | End]] = []
         for weight, state in states:
             node = self.node(state)
@@ -112,7 +115,7 @@ class Game:
 
 
 def checked(node: Chance) -> list[tuple[float, State]]:
-    """The outcomes that can be. Raises ValueError unless their probabilities add up to 1."""
+    """The outcomes whose probability is not 0. Raises ValueError unless probabilities are >= 0, with a sum of 1."""
     if min((p for p, _ in node.outcomes), default=-1.0) < 0 or abs(math.fsum(p for p, _ in node.outcomes) - 1) > 1e-9:
         raise ValueError(f"a Chance whose probabilities are not 0 or more, with a sum of 1: {node!r}"[:400])
     return [(p, state) for p, state in node.outcomes if p > 0]

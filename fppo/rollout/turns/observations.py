@@ -1,4 +1,4 @@
-"""Tools' messages as tokens, to append to tokens that the policy sampled; these are never encoded anew."""
+"""Tools' messages as tokens, to append to tokens that the policy sampled; the sampled tokens are never encoded anew."""
 
 from __future__ import annotations
 
@@ -16,43 +16,46 @@ _ASKED = {"role": "user", "content": "x"}
 
 
 class Encode(Protocol):
-    """The tokens of messages that follow a turn of the policy, whose last token is `end`."""
+    """Protocol of encoders: the tokens of messages that follow a turn of the policy, given the turn's last token
+    `end`."""
 
     def __call__(self, messages: Sequence[Mapping[str, Any]], end: int) -> list[int]: ...
 
 
 @attrs.frozen
 class Within:
-    """Messages as `encode` encodes them, without tokens from `vocabulary` on, for which the model has no embeddings."""
+    """The encoder `encode`, without tokens from id `vocabulary` on, for which the model has no embeddings."""
 
     encode: Encode
     vocabulary: int
 
     def __call__(self, messages: Sequence[Mapping[str, Any]], end: int) -> list[int]:
-        """The tokens that the model has."""
+        """Encode the messages, and keep the tokens that the model has."""
         return within(self.encode(messages, end), self.vocabulary)
 
 
 @attrs.frozen
 class PlainText:
-    """Messages as their contents, one after the other, without special tokens."""
+    """An encoder of messages as their contents, one after the other, without special tokens."""
 
     tokenizer: Any
 
     def __call__(self, messages: Sequence[Mapping[str, Any]], end: int) -> list[int]:
-        """The tokens of the text."""
+        """The tokens of the messages' contents."""
         text = "".join(message["content"] for message in messages)
         return encode_after(self.tokenizer, text, self.tokenizer.decode([end]))
 
 
 @attrs.frozen
 class ChatTemplate:
-    """Messages as the tokenizer's chat template renders them after an assistant's turn, up to where it speaks again.
+    """An encoder of messages by the tokenizer's chat template: as the template renders them after an assistant's turn,
+    up to where the assistant speaks again.
 
     The template renders a short conversation, an assistant's turn and then the messages; the observation is everything
     after the words of that turn. How the template renders the turn itself, or would render it at the end of a
     conversation, does not matter: the policy reads the tokens that it sampled. The observation begins after the token
-    that ended the turn, or after the template's own end of a turn in its place. `chat_template` makes it.
+    that ended the turn, or after the template's own end of a turn in its place. The function `chat_template` makes this
+    encoder.
     """
 
     tokenizer: Any
@@ -60,7 +63,7 @@ class ChatTemplate:
     in_place: tuple[int, int] | None = (
         None  # a sampled end of turns, and the one that the template writes in earlier turns
     )
-    behind_calls: bool = False  # a tool's messages may only follow a call of it
+    behind_calls: bool = False  # the template takes a tool's messages only after a call
 
     def __call__(self, messages: Sequence[Mapping[str, Any]], end: int) -> list[int]:
         """The observation's tokens; none for no messages. Raises ValueError for messages that the template refuses."""
@@ -79,8 +82,9 @@ class ChatTemplate:
         return ids
 
     def tail(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Render a conversation; return the text after the assistant's words, or after a name in its call of a tool. A
-        message of a tool may hold the tool's "name"."""
+        """Render an assistant's turn and `messages`, and return the text after the turn's words. If a tool's messages
+        may only follow a call, the turn is a call of a tool, and the text begins after a name in the call. A message of
+        a tool may hold the tool's "name"."""
         said: dict[str, Any] = {"role": "assistant", "content": _MARK}
         if self._calls(messages):
             call = {"name": messages[0].get("name", "tool"), "arguments": {_MARK: 1}}
@@ -104,8 +108,8 @@ class ChatTemplate:
         return self.behind_calls and messages[0]["role"] == "tool"
 
     def _behind_a_call(self, tail: str, end: int) -> list[int]:
-        """The tokens from the special one that ends the call, without any end tokens that the policy sampled
-        already."""
+        """The tokens of `tail` from the special token that ends the call, without any end tokens that the policy has
+        sampled already; `end` is its last token."""
         ids = self.encoded(tail)
         first = self._first_special(ids)
         if first is None:
@@ -163,8 +167,8 @@ def _in_place(template: ChatTemplate) -> ChatTemplate:
 
 
 def said_message(tokenizer: Any, reply: Reply, before: Sequence[int]) -> Message:
-    """A turn after the tokens `before`, as a message: in parts, such as thoughts and calls of tools, if the tokenizer
-    has a `response_template` that reads them, else all of it as content."""
+    """Make a message of `reply`, a turn after the tokens `before`: in parts, such as thoughts and calls of tools, if
+    the tokenizer has a `response_template` that reads them, else with all of the text as content."""
     whole: Message = {"role": "assistant", "content": reply.text}
     if getattr(tokenizer, "response_template", None) is None:
         return whole

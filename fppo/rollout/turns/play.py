@@ -26,7 +26,7 @@ Failure = Literal["drop", "score", "raise"]
 
 
 class ReplyOf(Protocol):
-    """A turn's tokens as an environment reads them."""
+    """Protocol of functions from a turn's tokens to the `Reply` that an environment reads."""
 
     def __call__(self, ids: list[int], *, cut: bool) -> Reply: ...
 
@@ -88,7 +88,7 @@ class Play:
             self._groups.setdefault(chain.group, []).append(chain)
 
     def run(self) -> None:
-        """Plays all episodes to their ends."""
+        """Play all episodes to their ends."""
         requests = self._requests
         for chain in self._chains.values():
             self._call(chain, lambda chain=chain: self._calls.reset(chain.row, chain.data, chain.seed))
@@ -115,7 +115,7 @@ class Play:
         return sorted(every, key=lambda pair: pair[0])
 
     def _go_on(self, heard: Heard) -> None:
-        """Makes the next requests of the episodes that were answered."""
+        """Make the next requests of the episodes that the player has answered, `heard`."""
         new: list[Request] = []
         after: list[str] = []
         for row, played in heard:
@@ -132,7 +132,7 @@ class Play:
         self._requests.release(after)
 
     def _check(self, played: PlayedStep) -> None:
-        """Raises RunFailed for a failure that is to end the run."""
+        """Raise RunFailed if an environment's step failed, and failures end the run."""
         if played.failed and self._rules.judges and self._rules.failure == "raise":
             raise RunFailed(f'an environment failed, and failure = "raise": {played.why or "see the log"}')
 
@@ -170,7 +170,7 @@ class Play:
             each.said = list(messages) if fits else each.said
 
     def _next(self, chain: Chain, played: PlayedStep) -> Request | None:
-        """The next request of an episode that was answered; None where it is over."""
+        """The next request of an episode that the player has answered; None if the episode is over."""
         rules, used = self._rules, len(chain.ids)
         chain.state = played.state
         if played.failed:
@@ -208,7 +208,8 @@ class Play:
         return self._request(chain, row.prompt, left, anew=True)
 
     def _next_row(self, chain: Chain, messages: Sequence[Message], start: int, observed: int) -> EpisodeCut:
-        """The row that begins after these messages. Raises ValueError for a conversation that cannot be encoded."""
+        """Make the row that follows the present turn and `messages`; its prompt is the conversation so far. Raises
+        ValueError for a conversation that cannot be encoded."""
         rules = self._rules
         assert rules.prompt is not None
         said = rules.said(rules.reply(chain.reply_ids, cut=False), chain.cuts[-1].prompt)
@@ -236,7 +237,8 @@ class Play:
         chain.ids += observation
 
     def _request(self, chain: Chain, ids: Sequence[int], left: int, *, anew: bool = False) -> Request:
-        """The next request: a prompt if it is the first or begins `anew`, else a continuation of the last one."""
+        """The next request of an episode: a prompt if it is the first or begins `anew`, else `ids` that continue the
+        last request. At most `left` tokens are left to the response."""
         rules, before = self._rules, chain.name
         chain.requests += 1
         first = chain.requests == 1

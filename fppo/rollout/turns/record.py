@@ -23,7 +23,8 @@ from fppo.tree import replace
 
 @attrs.frozen(kw_only=True)
 class Records:
-    """Assembles the rollout of `ask`; each list of `shares` has the rows that one rank of a mesh played."""
+    """The parts of a rollout of `ask` that several ranks played; each list of `shares` has the rows of one rank of the
+    mesh."""
 
     ask: Ask
     shares: Sequence[Sequence[int]]
@@ -81,8 +82,8 @@ class Records:
         return replace(rollout, routed=completed_experts(routed, rollout.attention_mask))
 
     def _cuts(self, chain: Chain) -> list[EpisodeCut]:
-        """The rows of an episode; a single one without its prompt, which the rollout has already, unless each turn is a
-        row."""
+        """The rows of an episode. Unless each turn is a row there is a single one; its prompt is left out, since the
+        rollout has it already."""
         return chain.cuts if self.anew else [EpisodeCut(())]
 
     def _collected(self, x: Tensor, shares: Sequence[Sequence[int]] | None = None) -> Tensor:
@@ -108,7 +109,8 @@ class Records:
         return replace(prompts, **columns, extras=extras)
 
     def _experts(self, chains: Sequence[Chain], rollout: Rollout, sizes: Sequence[int], kind: Sequence[Any]) -> Tensor:
-        """The experts [B, S, L, k] of a rollout; `sizes` are the numbers of rows of each episode."""
+        """The experts [B, S, L, k] of a rollout. `sizes` are the numbers of rows of each episode, and `kind` is the
+        shape of a token's experts, then the name of their dtype."""
         *shape, dtype = kind
         ends = list(accumulate(sizes))
         shares = [[n for row in share for n in range(ends[row] - sizes[row], ends[row])] for share in self.shares]

@@ -77,7 +77,7 @@ class ToolRunner(FunctionRunner):
 
     @contextmanager
     def open(self) -> Iterator[PlayerCalls]:
-        """Calls whose results come as they are ready."""
+        """Open the tool for calls; their results can be taken as soon as each is ready."""
         with self.stream(self._tool, "turns", _log) as calls:
             yield _ToolCalls(calls, self._result)
 
@@ -103,7 +103,8 @@ class ToolRunner(FunctionRunner):
 
 @attrs.frozen
 class ToolPlayer:
-    """A tool as a player. An episode's state is its conversation, without a turn that the tool lets continue."""
+    """A tool as a player. An episode's state is its conversation. A turn that the tool continues without a message is
+    left out of it, since the turn has not ended."""
 
     tools: Responder
 
@@ -113,18 +114,19 @@ class ToolPlayer:
         return False
 
     def reset(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[PlayedStep]:
-        """Episodes that begin with the messages of their rows."""
+        """Begin episodes with the messages of their rows."""
         del seeds
         return [_begun(row) for row in rows]
 
     def step(self, states: Sequence[Any], replies: Sequence[Reply]) -> list[PlayedStep]:
-        """The tool's messages for each turn."""
+        """Answer turns with the tool's messages."""
         asked = [_with_turn(state, reply) for state, reply in zip(states, replies, strict=True)]
         results = zip(asked, states, self.tools.respond(asked), strict=True)
         return [_played(conversation, before, result) for conversation, before, result in results]
 
     def open(self) -> AbstractContextManager[PlayerCalls]:
-        """The calls of the tool: those of a runner come as they are ready, others together."""
+        """Open the tool for calls. Results of a `ToolRunner` can be taken as soon as each is ready; other tools make
+        waiting calls together."""
         return self.tools.open() if isinstance(self.tools, ToolRunner) else nullcontext(CallsTogether(self))
 
 
@@ -170,7 +172,7 @@ def _played(conversation: list[Message], before: list[Message], result: ToolResu
 
 
 def player_of(tools: Responder | Player) -> Player:
-    """A tool as a player; a player itself."""
+    """Make a player of a tool; a player is returned as it is."""
     return tools if isinstance(tools, ToolPlayer) or hasattr(tools, "judges") else ToolPlayer(tools)  # type: ignore
 
 

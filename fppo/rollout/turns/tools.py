@@ -24,16 +24,16 @@ from fppo.workers.imports import imported
 from fppo.workers.sample import Sample
 
 Respond = Callable[[list[Message]], Any]
-CONVERSATION = "conversation"  # the key under which a worker's sample holds it
+CONVERSATION = "conversation"  # the key under which a worker's sample holds the conversation
 _LONGEST = 64  # characters of an expression
 _PLACES = 4  # decimals of a result
 
 
 def calculator(conversation: Sequence[Mapping[str, Any]]) -> list[Message] | None:
-    """The value of an open `<<48/2=`, as `24>>`: the calculator of Cobbe et al. (2021), arXiv:2110.14168.
+    """Complete an open `<<48/2=` by its value, as `24>>`: the calculator of Cobbe et al. (2021), arXiv:2110.14168.
 
-    It wants "=" as a stop token. A turn that ends with an "=" elsewhere, or whose expression has no value, continues
-    with nothing in between; any other turn ends the response.
+    The calculator needs "=" as a stop token. A turn that ends with an "=" elsewhere, or whose expression has no value,
+    continues with nothing in between; any other turn ends the response.
     """
     last = conversation[-1]
     if not str(last.get("end", "")).endswith("="):
@@ -99,7 +99,8 @@ def resolve(name: str) -> Respond:
 
 @attrs.frozen
 class SampleTool:
-    """A tool as worker processes call it: a sample's conversation in, its result out as JSON, in an answer."""
+    """A tool as worker processes call it: a sample holds the conversation, and the result comes back as JSON in
+    "answer"."""
 
     respond: Respond
 

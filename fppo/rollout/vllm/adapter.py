@@ -18,11 +18,11 @@ from fppo.rollout.vllm.host import EngineFailure, Host
 from fppo.rollout.vllm.options import VllmOptions
 from fppo.runtime.mesh import Mesh
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the largest rank that vLLM supports
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the largest ranks for which vLLM can make room
 
 
 def with_room(model: Model, options: VllmOptions) -> VllmOptions:
-    """The options, with capacity for the model's adapter if adapters are sent alone.
+    """The options of vLLM, with room for the model's adapter if adapters are sent alone.
 
     Raises ValueError for a rank beyond vLLM's maximum, and for adapters of weights that vLLM cannot adapt: embeddings,
     vocabulary heads, and stacks of experts.
@@ -39,8 +39,8 @@ def with_room(model: Model, options: VllmOptions) -> VllmOptions:
 
 
 def weights_of(model: Model, params: Mapping[str, Tensor], mesh: Mesh, *, alone: bool = False) -> Mapping[str, Tensor]:
-    """The weights to send: merged weights for a model with an adapter; for one that is sent `alone` its base,
-    dequantised."""
+    """The weights to send to vLLM: the parameters of a model without an adapter, else the merged weights or, for an
+    adapter that is sent `alone`, the dequantised base."""
     if model.frozen is None:
         return params
     return base_weights(model, mesh=mesh) if alone else merged(model, params, mesh=mesh)
@@ -76,8 +76,9 @@ def lost_modules(
     came: Mapping[str, tuple[Tensor, Tensor]],
     slot: int,
 ) -> list[str]:
-    """The modules of a vLLM worker that lack scaled factors that were sent, or hold some that were not. Several workers
-    each hold the parts that modules cut for them; `packed` names the parameters that a module fuses."""
+    """Name the modules of a vLLM worker whose `slot` lacks factors that were sent, or holds factors that were not.
+    `came` has the scaled factors A and B of each weight, and `packed` the weights that a module fuses. If there are
+    several workers, each holds the parts that its modules cut."""
     lost: list[str] = []
     for name, module in modules.items():
         parts = packed.get(name, [name])
@@ -99,7 +100,7 @@ def lost_modules(
 
 
 def _holds(room: Tensor, x: Tensor | None) -> bool:
-    """Whether the corner of a buffer equals a factor, and the rest of it is zero."""
+    """Whether the buffer `room` holds the factor `x` (None: none) in its corner, and zeros elsewhere."""
     expected = torch.zeros_like(room)
     if x is not None:
         expected[: x.shape[0], : x.shape[1]] = x

@@ -28,8 +28,8 @@ class GpuMemory(NamedTuple):
 
 
 def gpus_of(options: VllmOptions, *, own: int | None, count: int, engine: int = 0, engines: int = 1) -> EngineGpus:
-    """Choose the GPUs of this rank's engine, as this process numbers its `count` GPUs; each rank of a machine starts an
-    engine of its own.
+    """Choose the GPUs of this rank's engine, number `engine` of the machine's `engines`, as this process numbers its
+    `count` GPUs; each rank of a machine starts an engine of its own.
 
     `own` is the GPU on which this rank trains. An engine without `devices` shares it. If it cannot (NCCL joins no two
     processes of one GPU, and several engines cannot cut their models over the same GPUs), it gets GPUs on which no rank
@@ -113,7 +113,7 @@ def memory_keywords(options: VllmOptions, memories: Sequence[GpuMemory], *, alon
 
 
 def share_of_free(memory: GpuMemory) -> float:
-    """The share of all memory that vLLM may take, from what is free now."""
+    """The share of the GPU's total memory that vLLM may take: what is free now, less `KEPT_FREE`."""
     return (1 - KEPT_FREE) * memory.free / memory.total
 
 

@@ -124,7 +124,7 @@ class VllmEngine:
 
     @property
     def version(self) -> int | None:
-        """The version that the engine holds; None if there is none, or none that was confirmed."""
+        """The version of the weights that the engine holds; None if it holds none that were confirmed."""
         return None if self._weights is None else self._weights.origin.version
 
     @property
@@ -206,7 +206,7 @@ class VllmEngine:
         return torch.stack([torch.from_numpy(answers[row].log_probs) for row in range(len(rows))])
 
     def sync(self, params: Mapping[str, Tensor], *, version: int) -> Synced:
-        """Makes the engine hold these parameters, under this version. Every rank of a mesh that cuts them must call.
+        """Make the engine hold these parameters, under this version. Every rank of a mesh that cuts them must call.
 
         It sends what `send` says, whatever the engine holds already.
         """
@@ -312,7 +312,7 @@ class VllmEngine:
             self._asleep, self._broken = True, False
 
     def close(self) -> None:
-        """Ends vLLM. Idempotent."""
+        """End vLLM. Idempotent."""
         host, self._host, self._weights = self._host, None, None
         if host is not None:
             self._leave()
@@ -414,7 +414,7 @@ class VllmEngine:
             self._asleep = part != "kv_cache"
 
     def _compare_log_probs(self, params: Mapping[str, Tensor]) -> None:
-        """Raises SyncError if the engine does not give tokens the log-probs that the model gives them."""
+        """Raise SyncError if the engine does not give tokens the log-probs that the model gives them."""
         for probe in probes(self._model, self.limit):
             ours = own_log_probs(self._model, params, self._mesh, probe)
             theirs = self.log_probs([probe.tokens], probe.start, inputs=probe.inputs and [probe.inputs])

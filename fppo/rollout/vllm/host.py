@@ -43,7 +43,7 @@ class DiedElsewhere(EngineDied):
 
 @attrs.frozen(kw_only=True)
 class HostBatch:
-    """One batch of rows to generate; with `forced` [B, T], rows whose tokens are known.
+    """One batch of rows to generate; with `forced` [B, T], the tokens are given, and only their log-probs are computed.
 
     `limits` are the most tokens of each row; None: `sampling.max_tokens`. The draws are those of the positions after
     the first `offset`. `adapter` is the number of the adapter that answers; None: the weights alone. `inputs` are the
@@ -61,7 +61,7 @@ class HostBatch:
     inputs: Inputs = None
 
     def part(self, rows: Sequence[int]) -> HostBatch:
-        """The request for some of the rows."""
+        """The batch of only these rows."""
         return attrs.evolve(
             self,
             prompts=[self.prompts[row] for row in rows],
@@ -165,7 +165,8 @@ def _versions() -> str:
 
 @contextlib.contextmanager
 def config_directory(config: PreTrainedConfig, *, trust_remote_code: bool) -> Iterator[str]:
-    """A directory with the config; the model's own if it brings code."""
+    """Provide a directory with the config, for the context; with `trust_remote_code` it is the model's own, which has
+    the code."""
     if trust_remote_code:
         yield str(config.name_or_path)
         return

@@ -69,7 +69,8 @@ def _range(one: PlacedMedia) -> PlaceholderRange:
 
 
 def _field(name: str, sizes: Mapping[str, torch.Tensor], *, batched: bool) -> Any:
-    """vLLM's description of how a tensor is split by image or video, and joined for several."""
+    """vLLM's description of how the tensor `name` is split by image or video. Each has one row if `batched`, else the
+    number of rows in `sizes`, by kind."""
     kind = "video" if name in (*VIDEOS, TIMES) else "image"
     if name in ("image_grid_thw", "video_grid_thw", TIMES, "num_patches"):
         return MultiModalFieldConfig.batched(kind, keep_on_cpu=True)

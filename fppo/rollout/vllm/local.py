@@ -34,7 +34,7 @@ from fppo.rollout.vllm.host import (
 )
 from fppo.rollout.vllm.options import VllmOptions
 
-# the first keeps vLLM in this process; the second asks for the model runner whose logits processors these are
+# the first keeps vLLM in this process; the second chooses the model runner that fppo's logits processor is made for
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -64,8 +64,8 @@ class LocalHost:
         self._llm: Any = _start(path, options, memory, dtype=dtype, trust_remote_code=trust_remote_code)
         self.limit = int(self._llm.llm_engine.model_config.max_model_len)
         self._rows: dict[int, HostRow] = {}  # open rows of turns
-        self._had: dict[int, int] = {}  # tokens that these have drawn
-        self._adapter: int | None = None  # the one that answers in turns
+        self._had: dict[int, int] = {}  # how many tokens each of them has drawn
+        self._adapter: int | None = None  # the number of the adapter that answers in turns
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Run a method on each of vLLM's workers and return the results. Raises EngineDied if one of them is gone."""
@@ -94,13 +94,13 @@ class LocalHost:
             return _agreed(self.call("fppo_end_load"))
 
     def generate(self, request: HostBatch, on_answer: Callable[[int, Answer], None]) -> None:
-        """Calls `on_answer` with each row's number and answer, when the row ends."""
+        """Call `on_answer` with each row's number and answer, when the row ends."""
         for ended in self.answers(request):
             for row, answer in ended:
                 on_answer(row, answer)
 
     def answers(self, request: HostBatch) -> Iterator[list[tuple[int, Answer]]]:
-        """The rows that ended in each step, with their answers."""
+        """Yield the rows that ended in each step, with their answers."""
         from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 
@@ -273,7 +273,8 @@ class LocalHost:
 
 
 class _EndedRows:
-    """Finds the rows that ended in vLLM's outputs: whole rows at their ends, or with `texts` each step's new tokens."""
+    """A search for ended rows in vLLM's outputs. vLLM reports whole rows at their ends or, with stop `texts`, each
+    step's new tokens."""
 
     def __init__(self, texts: StopTexts | None) -> None:
         self._reader = None if texts is None else StopReader(texts)
@@ -357,8 +358,8 @@ def _shares(workers: int) -> str:
 
 
 def _agreed(workers: Sequence[tuple[dict[str, str], list[str]]]) -> tuple[dict[str, str], list[str]]:
-    """The digest of each weight that all workers got, or theirs joined if they differ; parameters that a worker did not
-    fill."""
+    """Combine the reports of all workers: the digest of each weight, or the workers' digests joined if they differ, and
+    the parameters that a worker did not fill."""
     names = set.intersection(*(set(got) for got, _ in workers))
     digests = {name: "|".join(dict.fromkeys(got[name] for got, _ in workers)) for name in sorted(names)}
     return digests, sorted({name for _, unfilled in workers for name in unfilled})

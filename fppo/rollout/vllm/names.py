@@ -23,7 +23,7 @@ class Names:
     targets: Mapping[str, Sequence[str]]
 
     def with_fused(self, changed: Collection[str]) -> list[str]:
-        """The parameters to send for changed ones, with those that vLLM fuses with them."""
+        """The parameters to send if `changed` ones changed: these, and the parameters that vLLM fuses with them."""
         if not changed:
             return []
         together = {name: module for module, own in self.modules.items() for name in own}
@@ -32,7 +32,8 @@ class Names:
         return [name for name in self.targets if any(together.get(new) in modules for new in self._places_of(name))]
 
     def check(self, only: Collection[str]) -> None:
-        """Raise SyncError unless these parameters completely fill vLLM's modules."""
+        """Raise SyncError unless the parameters `only` completely fill vLLM's modules. If other parameters are left
+        out, modules that get none do not count."""
         sent = {new for name in only for new in self._places_of(name)}
         modules = [set(own) for own in self.modules.values()]
         if len(only) < len(self.targets):

@@ -45,7 +45,7 @@ def probes(model: Model, limit: int) -> list[ProbeRow]:
 @torch.no_grad()
 def own_log_probs(model: Model, params: Mapping[str, Tensor], mesh: Mesh, probe: ProbeRow) -> Tensor:
     """The model's log-probs of the probe's tokens from its start on, float32 [n] on the CPU. Every rank of a mesh that
-    cuts parameters calls; each runs the whole model, with one layer at a time in memory."""
+    cuts parameters must call; each runs the whole model, with one layer at a time in memory."""
     start, tokens = probe.start, torch.tensor(probe.tokens, device=device_of(params))
     attend = models.padded_attention(torch.ones(1, len(tokens), dtype=torch.bool, device=tokens.device))
     places = torch.arange(len(tokens), device=tokens.device)

@@ -48,7 +48,7 @@ _BEAT = 0.5  # seconds between two signs of life
 
 class RemoteHost:
     """A `Host` whose vLLM runs on a rank of its own, in the place that the options name. Any method raises EngineDied
-    once the rank is gone or gives no sign of life, and the start ValueError without the GPUs or the cluster.
+    once the rank is gone or gives no sign of life; the start raises ValueError if GPUs or the cluster are missing.
 
     Weights go through memory that processes of this machine share, or as arguments to another machine. One piece is
     packed while vLLM loads the one before.
@@ -124,7 +124,7 @@ class RemoteHost:
         self._ask("wake", part, wait="patience")
 
     def close(self) -> None:
-        """Ends the rank and frees what it shares with this process."""
+        """End the rank, and free the memory that it shares with this process."""
         self._finalizer()
 
     def _loaded(self) -> None:
@@ -141,12 +141,14 @@ class RemoteHost:
         fn: Callable[..., Any] | None = None,
         on_item: Callable[[Any], None] | None = None,
     ) -> Any:
-        """Run a method of `LocalHost` on the rank, or `fn` under that name, and return the result."""
+        """Run a method of `LocalHost` on the rank, or `fn` in its place, and return the result. `wait` is the option
+        with the time limit in seconds, and `on_item` gets the items of a stream."""
         call = partial(self._group.call, label=method, patience=getattr(self._options, wait), on_item=on_item)
         return self._call(method, partial(call, fn or getattr(LocalHost, method), self._host, *arguments), wait)
 
     def _call(self, what: str, call: Callable[[], Any], wait: str = "start_patience") -> Any:
-        """Run a call and return the result; its errors become those of a host."""
+        """Run a call and return the result; its errors become those of a host. Errors mention `what`, the call's name,
+        and the option `wait`."""
         try:
             return call()
         except GroupDied as error:
@@ -208,7 +210,8 @@ def _begun(do: Callable[[], None]) -> Future[None]:
 
 
 def _started(path: str, files: dict[str, bytes], options: VllmOptions, rest: dict[str, Any]) -> tuple[LocalHost, int]:
-    """vLLM, with the config that came as files, and the longest prompt and response together."""
+    """Start vLLM with the config that came as files. Returns its host, and the most tokens of a prompt and its response
+    together."""
     for name in NOT_FOR_VLLM:
         os.environ.pop(name, None)
     with TemporaryDirectory() as directory:
@@ -224,7 +227,7 @@ def _take_in(host: LocalHost, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _answers(host: LocalHost, request: HostBatch) -> Iterator[list[tuple[int, Answer]]]:
-    """The rows that ended in each step; an empty list now and then, as a sign of life."""
+    """Yield the rows that ended in each step; an empty list now and then, as a sign of life."""
     yielded = time.monotonic()
     for ended in host.answers(request):
         if ended or time.monotonic() - yielded > _BEAT:
@@ -233,7 +236,7 @@ def _answers(host: LocalHost, request: HostBatch) -> Iterator[list[tuple[int, An
 
 
 def start_host(model: Model, options: VllmOptions, dtype: str) -> Host:
-    """vLLM for the model, whose weights are still to come. Raises ValueError for a model that it cannot run."""
+    """Start vLLM for the model, whose weights are still to come. Raises ValueError for a model that vLLM cannot run."""
     check_family(model.whole_config, tensor_parallel=options.tensor_parallel, alone=options.adapter == "alone")
     give_memory_back()
     remote = model.trust_remote_code

@@ -166,7 +166,7 @@ class VllmRequests:
         return StepResult(DrawnTokens(names, tokens, log_probs, others, self._version), finished)
 
     def _taken(self, row: _VllmRow, draws: HostDraws) -> End | None:
-        """Gives a row its tokens. Returns how it ends with them; None if it goes on."""
+        """Give a row its tokens. Returns how it ends with them; None if it goes on."""
         row.ids += draws.tokens
         row.tokens += draws.tokens
         row.log_probs += draws.log_probs

@@ -20,13 +20,14 @@ from fppo.rollout.engine import Ask
 from fppo.rollout.sync import Rename, dtensor_weight_loader
 from fppo.rollout.vllm.host import Inputs
 
-# model types, by how images of a row are separated: by a row of `image_grid_thw` each, or one of `pixel_values`
+# model types, by how the images of a row are told apart: each has a row of `image_grid_thw`, or one of `pixel_values`
 GRIDS, STACKS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("idefics3", "smolvlm", "llava")
-APART = ("qwen3_vl",)  # those that have text between the frames of a video
+APART = ("qwen3_vl",)  # model types that have text between the frames of a video
 
 
 class PlacedMedia(NamedTuple):
-    """An image or a video of a row: where its tokens are, and which of them stand for features; None: all."""
+    """An image or a video of a row: the place of its tokens, and which of these tokens stand for `features` (None:
+    all)."""
 
     kind: str  # "image" or "video"
     start: int
@@ -36,7 +37,7 @@ class PlacedMedia(NamedTuple):
 
 def inputs_of(model: Model, prompts: Sequence[Sequence[int]], ask: Ask) -> Inputs:
     """The images and videos of each row of the rollout; None if no prompt has any. Raises ValueError for a model that
-    takes none, for videos to which vLLM gives other positions, and as `placed_images`."""
+    takes none, for videos to which vLLM gives other positions, and where `placed_images` does."""
     inputs = list(ask.prompts.inputs or ())
     if not any(inputs):
         return None
@@ -46,7 +47,7 @@ def inputs_of(model: Model, prompts: Sequence[Sequence[int]], ask: Ask) -> Input
 
 
 def check_inputs(model: Model, prompt: Sequence[int], inputs: RowInputs | None) -> None:
-    """Raises ValueError for a row's images as `inputs_of` does."""
+    """Raise ValueError for the images and videos of a row that `inputs_of` would refuse."""
     if inputs is None:
         return
     if model.vision is None:
@@ -55,7 +56,8 @@ def check_inputs(model: Model, prompt: Sequence[int], inputs: RowInputs | None) 
 
 
 def check_videos(model: Model, prompts: PromptSet) -> None:
-    """Raises ValueError that names the prompts that `inputs_of` would refuse when they are asked; reads all inputs."""
+    """Raise ValueError, which names the prompts, for videos that `inputs_of` would refuse during the run. Reads the
+    inputs of all prompts."""
     problems = Problems()
     for name, tokens, own in zip(prompts.ids, prompts.tokens, prompts.inputs or ()):
         try:
@@ -120,7 +122,7 @@ def _counts(config: Any, inputs: RowInputs, kind: str = "image") -> list[int]:
 
 
 def _check_positions(model: Model, inputs: RowInputs, placed: Sequence[PlacedMedia]) -> None:
-    """Raises ValueError for a row whose tokens would have other positions in vLLM: the text after a video continues
+    """Raise ValueError for a row whose tokens would have other positions in vLLM: the text after a video continues
     from its last time there, and in transformers from its longer side."""
     assert model.vision is not None
     config: Any = model.vision.config
@@ -151,8 +153,8 @@ def _check_positions(model: Model, inputs: RowInputs, placed: Sequence[PlacedMed
 
 
 def weight_names(model: Model) -> Rename:
-    """How vLLM names a model's parameters: not at all after the layer of LLaVA's vision tower that is read, since vLLM
-    lacks those layers."""
+    """Make the function from a model's parameters to vLLM's names. LLaVA's vision tower has no names after the layer
+    that is read, since vLLM lacks later layers."""
     config: Any = model.whole_config
     if model.vision is None or config.model_type != "llava":
         return dtensor_weight_loader(model.config.model_type)

@@ -33,13 +33,13 @@ ROW = "fppo_row"  # in a request's extra_args: the row of the rollout it answers
 
 
 class Job(NamedTuple):
-    """A rollout to draw; with `forced`, one whose tokens are known, and only their log-probs wanted."""
+    """A rollout to draw; with `forced`, the tokens are given, and only their log-probs are computed."""
 
     sampling: Sampling
     key: Key
     row_ids: Tensor  # [B]
     forced: Tensor | None = None  # [B, T]
-    offset: int = 0  # of the draws' positions
+    offset: int = 0  # added to the positions of draws
 
 
 class DrawnRow(NamedTuple):
@@ -63,9 +63,9 @@ class _Step(NamedTuple):
 
 
 class KeyedDraws(LogitsProcessor):
-    """Draw each token as the embedded engine does, by the key, the row's number and the position. Its logit is then set
-    to infinity, so that vLLM's own greedy choice finds it. Both kinds of log-probs come from the logits that were drawn
-    from."""
+    """A logits processor that draws each token as the embedded engine does, by the key, the row's number and the
+    position. The token's logit is then set to infinity, so that vLLM's own greedy choice finds it. Both kinds of
+    log-probs come from the logits that were drawn from."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         del vllm_config, is_pin_memory
@@ -129,7 +129,8 @@ class KeyedDraws(LogitsProcessor):
         return logits
 
     def _drawn_apart(self, logits: Tensor) -> Tensor:
-        """Draw for rows of turns, together for those with one kind of sampling."""
+        """Draw for rows of turns, which have no job, each by its own key; rows with equal sampling settings are drawn
+        in one call. Returns the logits, with infinity at the drawn tokens."""
         kinds: dict[tuple[Any, ...], list[int]] = {}
         rows = {place: (DrawnRow(*row), len(tokens)) for place, (row, tokens) in sorted(self._live.items())}
         for place, (row, _) in rows.items():
@@ -147,7 +148,8 @@ class KeyedDraws(LogitsProcessor):
         return logits
 
     def drawn(self) -> list[tuple[int, int, int, float, float]]:
-        """The draws since the last call: each row's number, the place in its response, the token, and its log-probs."""
+        """The draws for rows of turns since the last call: each row's number, the place in its response, the token, and
+        its two log-probs."""
         turn, self._turn = self._turn, []
         return turn
 
@@ -208,8 +210,8 @@ class Extension:
         return [draws.take(row, length) for row, length in ended] if self.rank == 0 else None
 
     def fppo_names(self, sent: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
-        """The checkpoint names from which each module of the model is loaded, and for each of the names `sent` the one
-        among them."""
+        """The checkpoint names from which each module of the model is loaded; and for each of the names `sent`, the
+        name that vLLM maps it to."""
         model = self.model_runner.get_model()
         mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
         rename = mapper and mapper.get_rename_mapper()
@@ -245,14 +247,16 @@ class Extension:
             self.model_runner.get_model().load_weights(here.items())
 
     def fppo_take_in_from(self, path: str, packed: PackedTree, spans: Sequence[tuple[int, int]]) -> None:
-        """Load weights from another process's memory: large tensors are in these spans of bytes."""
+        """Load weights from another process's memory at `path`; large tensors are in the `spans` of bytes, (start,
+        size) each."""
         if path not in self.fppo_memory:  # kept open: it is mapped, and pinned, once
             self.fppo_memory = {**self.fppo_memory, path: Memory.at(path)}
         arrays = self.fppo_memory[path].get(spans, self.device)
         self.fppo_take_in(tree_of(packed, tensors_of(packed, arrays, device=self.device)))
 
     def fppo_end_load(self) -> tuple[dict[str, str], list[str]]:
-        """End a load: the digest of each weight as it came, and the names of what vLLM did not fill."""
+        """End a load. Returns the digest of each weight as it came, and the names of the parameters that vLLM did not
+        fill."""
         model = self.model_runner.get_model()
         del model.load_weights
         if self._loading.transfer:
@@ -303,7 +307,7 @@ class Extension:
 
 
 def _plain(name: str) -> str:
-    """The name of a parameter, without the part for a module that has room for an adapter."""
+    """The name of a parameter without ".base_layer", which modules with room for an adapter put into it."""
     return name.replace(".base_layer.", ".")
 
 
