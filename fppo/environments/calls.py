@@ -25,7 +25,7 @@ CALL = "call"  # the key under which a worker's sample holds the arguments of a 
 class PlayedStep(NamedTuple):
     """The result of a call: a step with a pickled state, or a failure in its place."""
 
-    state: Any = ""  # pickled, as base64, which only the environment's process loads; or any other player's own
+    state: Any = ""  # pickled, as base64, which only the environment's process loads; any value of another player
     messages: Sequence[Message] = ()
     reward: float = 0.0
     done: bool = False
@@ -49,7 +49,7 @@ class EnvironmentCall:
         return self._make()
 
     def reward_prepare(self) -> None:
-        """Makes the environment ahead of the first call."""
+        """Make the environment ahead of the first call."""
         _ = self.environment
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
@@ -68,7 +68,7 @@ class EnvironmentCall:
 
 @contextmanager
 def _noted(row: Mapping[str, Any] | None) -> Iterator[None]:
-    """Add the row's columns, if there is a row, to a KeyError of the context."""
+    """Add a note of the row's columns, if there is a row, to a KeyError that the context raises."""
     try:
         yield
     except KeyError as error:
@@ -91,7 +91,8 @@ def _packed(result: Any, kind: type[Begin] | type[Step]) -> dict[str, Any]:
 
 
 def _played(result: Any, kind: type[Begin] | type[Step]) -> tuple[Any, ...]:
-    """Check a result and return its fields, with the state pickled. Raises ValueError that says what is wrong."""
+    """Check a result and return its fields, with the state pickled. Raises ValueError, which says what is wrong with
+    it."""
     method = "reset" if kind is Begin else "step"
     fields = ", ".join(kind._fields)
     if not isinstance(result, tuple) or not 1 <= len(result) <= len(kind._fields):
@@ -115,7 +116,8 @@ def _played(result: Any, kind: type[Begin] | type[Step]) -> tuple[Any, ...]:
 
 
 def _info(info: Any, what: str) -> dict[str, float]:
-    """A step's numbers by name. Raises ValueError unless `info` maps at most `NAMED` short names to numbers."""
+    """Check the numbers of a step by name. Raises ValueError, beginning with `what`, unless `info` maps at most `NAMED`
+    short names to numbers."""
     if not isinstance(info, Mapping):
         raise ValueError(f"{what} info = {shown(info)}, no table of numbers")
     if len(info) > NAMED or any(not isinstance(name, str) or len(name) > LONGEST_NAME for name in info):
@@ -138,7 +140,7 @@ def _number(value: Any, what: str) -> float:
 
 
 def message_problem(result: Any) -> str | None:
-    """The reason why a result is no list of messages; None for one that is."""
+    """The reason why a tool's or environment's result is no list of messages; None if it is one."""
     if not isinstance(result, (list, tuple)):
         return f"a {type(result).__name__}"
     for message in result:

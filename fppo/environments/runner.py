@@ -22,7 +22,7 @@ class Player(Protocol):
     """Protocol of environments as engines play them: many episodes at a time."""
 
     @property
-    def judges(self) -> bool: ...  # it rewards turns, so it also gets cut and last ones; and it gives prompts
+    def judges(self) -> bool: ...  # it rewards turns, so it also gets cut and last turns; and it gives prompts
 
     def reset(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[PlayedStep]: ...
 
@@ -45,7 +45,7 @@ def calls_of(player: Player) -> AbstractContextManager[PlayerCalls]:
 
 
 class CallsTogether:
-    """Calls of a player without `open`: they are collected, and made together when their results are taken."""
+    """Calls of a player without `open`, collected and made together when their results are taken."""
 
     def __init__(self, player: Player) -> None:
         self._player = player
@@ -115,22 +115,23 @@ class EnvironmentRunner(FunctionRunner):
 
     @property
     def judges(self) -> bool:
-        """True: its steps have rewards."""
+        """True: an environment's steps have rewards."""
         return True
 
     def reset(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[PlayedStep]:
-        """The beginnings of episodes. Raises ValueError for results that are no `Begin`."""
+        """Begin an episode for each row and seed. Raises ValueError for results that are no `Begin`."""
         calls = [(dict(row), seed, None, None) for row, seed in zip(rows, seeds, strict=True)]
         return self._played(calls, "episodes")
 
     def step(self, states: Sequence[Any], replies: Sequence[Reply]) -> list[PlayedStep]:
-        """The answers to turns. Raises ValueError for results that are no `Step`."""
+        """Answer a turn of each episode, given its state and the policy's reply. Raises ValueError for results that are
+        no `Step`."""
         calls = [(None, None, state, tuple(reply)) for state, reply in zip(states, replies, strict=True)]
         return self._played(calls, "turns")
 
     @contextmanager
     def open(self) -> Iterator[EnvironmentCalls]:
-        """Calls whose results come as they are ready."""
+        """Open the environment for calls, whose results can be taken as soon as each is ready."""
         with self.stream(self._calls, "calls", _log) as calls:
             yield EnvironmentCalls(calls, self._result)
 

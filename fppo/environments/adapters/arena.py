@@ -17,12 +17,13 @@ _DRAWS = 100  # attempts to draw a game in which the policy gets a move
 
 
 class TextArena:
-    """The TextArena game `game`, for example "KuhnPoker-v0"; the seed decides which player the policy is.
+    """The TextArena game `game`, for example "KuhnPoker-v0", with `players` players; the seed decides which of them the
+    policy is.
 
     A player sees what is new since its last move. Of TextArena's wrappers only the action wrappers apply, which may put
     a move into brackets. `opponent` (module:function) moves for all other players: it maps the text that a player sees,
-    and a seeded `random` module, to a text. A game that is over before the policy's first move is drawn anew. Rewards
-    are those at the end of the game; the game decides what a cut or invalid move does.
+    and a seeded `random` module, to a text. A game that is over before the policy's first move is drawn anew. The
+    policy's reward comes at the end of the game; the game decides what a cut or invalid move does.
     """
 
     def __init__(self, *, game: str, players: int = 2, opponent: str | Callable[..., str] | None = None) -> None:
@@ -32,7 +33,7 @@ class TextArena:
         self._opponent = imported(opponent, "opponent") if isinstance(opponent, str) else opponent
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Begin:
-        """The game up to the policy's first move. Raises ValueError where the policy never gets one."""
+        """Begin a game, and play it up to the policy's first move. Raises ValueError if the policy never gets one."""
         for number in range(_DRAWS):
             drawn = (seed + number * ANOTHER) % LARGE
             seed_generators(drawn, 0)
@@ -58,7 +59,8 @@ class TextArena:
         return Step(kept, (), rewards[me], True, {"invalid": float(info[me].get("invalid_move", False))})
 
     def _until_policy(self, game: Any, seed: int, done: bool) -> list[Message]:
-        """Make the others' moves and return the messages for the policy's next move; none if the game is over."""
+        """Make the others' moves and return the messages for the policy's next move; none once the game is over
+        (`done`)."""
         while not done:
             player, seen = game.get_observation()
             text = seen if isinstance(seen, str) else "\n".join(map(_text_of, seen))
@@ -80,7 +82,7 @@ class TextArena:
 
 
 def _text_of(message: tuple[Any, Any, Any]) -> str:
-    """The text of (sender, text, kind); some games swap the first two."""
+    """The text of a message (sender, text, kind); some games swap sender and text."""
     return next((x for x in (message[1], message[0]) if isinstance(x, str)), "")
 
 

@@ -1,7 +1,7 @@
 """Adapter for stateful environment objects with gym's interface, such as those of gymnasium and GEM.
 
-The state between two calls is the pickled object. Many of them use global random generators, which are seeded before
-each call.
+The state between two calls is the pickled object. Many such objects use global random generators, which are seeded
+before each call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Kept(NamedTuple):
 
 
 def seed_generators(seed: int, turn: int) -> None:
-    """Seeds the generators of random and numpy by an episode's seed and turn."""
+    """Seed the generators of random and numpy by an episode's seed and turn."""
     number = (seed + ANOTHER * turn) % (1 << 63)
     random.seed(number)
     with suppress(ImportError):
@@ -39,22 +39,23 @@ def seed_generators(seed: int, turn: int) -> None:
 
 class Gym:
     """Environments with gym's interface: `reset(seed=)` returns (text, info), and `step(text)` returns (text, reward,
-    terminated, truncated, info). `make` (module:name) is a class or function that makes one, with `rows` from a data
-    row."""
+    terminated, truncated, info). `make` (module:name) is a class or function that makes an environment; with `rows` it
+    is given the data row. Texts become messages of the role `role`."""
 
     def __init__(self, *, make: str | Callable[..., Any], role: str = "user", rows: bool = False) -> None:
         self._make = imported(make, "environment", also=type) if isinstance(make, str) else make
         self._role, self._rows = role, rows
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Begin:
-        """Make an environment, with `rows` from the row, and return its first text."""
+        """Make an environment, reset it by the seed, and return its first text as a message."""
         seed_generators(seed, 0)
         held = self._make(row) if self._rows else self._make()
         text, _ = held.reset(seed=seed % SMALL)
         return Begin(Kept(seed, 0, held), [{"role": self._role, "content": str(text)}])
 
     def step(self, state: Kept, reply: Reply) -> Step:
-        """The text after an action, and the numbers in its info."""
+        """Make the policy's action. Returns the text after it, the reward, and the numbers in the environment's
+        info."""
         seed_generators(state.seed, state.turn + 1)
         text, reward, terminated, truncated, info = state.held.step(reply.text)
         odd = [x for x in (terminated, truncated) if not is_flag(x)]  # the caller raises ValueError for it

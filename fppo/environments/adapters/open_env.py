@@ -1,8 +1,8 @@
 """OpenEnv: environments on a server, with a session for each episode.
 
-A session does not pickle. So a state holds the session's number, the seed and the episode's actions. They are played
-again in a new session if the process has no such session, or if that session had other actions: one whose answer was
-lost, or those of another call with the same state.
+A session does not pickle. So a state holds the session's number, the seed and the episode's actions. The actions are
+played again in a new session if the process has no such session, or if that session had other actions: one whose answer
+was lost, or those of another call with the same state.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class _OpenSession(NamedTuple):
 
 class OpenEnv:
     """Environments of the server at `url`. `action` (module:function) makes an action's dict from a text, and `shown` a
-    text from an observation's dict; by default both use the key "message". Each process keeps at most `sessions`
-    sessions open, those used last, since an episode that does not end by itself leaves one open."""
+    text from an observation's dict; by default both use the key "message". Each process keeps only the `sessions` most
+    recently used sessions open, since an episode that does not end by itself leaves one open."""
 
     def __init__(
         self,
@@ -57,14 +57,15 @@ class OpenEnv:
         self._sessions = dict[tuple[int, int], _OpenSession]()  # least recently used first
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Begin:
-        """A new session's first observation."""
+        """Open a session, and return its first observation."""
         session = os.getpid(), next(self._numbers)
         client, seen = self._opened(seed)
         self._keep(session, _OpenSession(client, ()))
         return Begin(HeldSession(session, seed), [{"role": "user", "content": self._shown(seen.observation)}])
 
     def step(self, state: HeldSession, reply: Reply) -> Step:
-        """The observation after an action; the last action, or a cut one, closes the session."""
+        """Make the policy's action, and return the observation after it. The session is closed if the episode is over
+        or the turn was cut."""
         session, action, actions = state.session, self._action(reply.text), state.actions
         held = self._sessions.pop(session, None)  # so that it is not kept if a call fails
         if held is None or held.actions != actions:

@@ -23,8 +23,8 @@ class ReasoningGym:
     `seed` is the data sets' own seed; use another one for held-out questions. With `chances` above 1 a wrong answer is
     followed by the text `again`, each further answer is worth `worth` times the one before, and only right answers
     count. The answer is the text after the last `mark` in a response. Without a mark it is as many of the last lines as
-    the data set's own answer has. If that answer has several lines or is unknown, the text after the last empty line is
-    tried too.
+    the data set's own answer has. If the data set's own answer has several lines or is unknown, the text after the last
+    empty line is tried too.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ReasoningGym:
         self._chances, self._worth, self._again, self._mark = chances, worth, again, mark
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Begin:
-        """A question."""
+        """Draw a question by the seed."""
         names = sorted(self._sets)
         name = row.get("dataset") or names[seed % len(names)]
         if name not in self._sets:
@@ -71,7 +71,7 @@ class ReasoningGym:
 
 
 def _answers(text: str, own: Any, mark: str) -> list[str]:
-    """The parts of a response that may be its answer; `own` is the data set's own answer to the question."""
+    """The parts of a response's `text` that may be its answer; `own` is the data set's own answer to the question."""
     if mark:
         return [text.rpartition(mark)[2].strip()]
     lines, count = text.strip().splitlines() or [""], len(str(own or "").strip().splitlines())

@@ -34,7 +34,7 @@ class ToolClass:
         return Begin(Kept(seed, 0, held), [{"role": "user", "content": text}] if text else ())
 
     def step(self, state: Kept, reply: Reply) -> Step:
-        """The answers to a turn's calls, or the end."""
+        """Answer the calls in a turn; a turn without calls, or a cut one, gets the episode's reward."""
         seed_generators(state.seed, state.turn + 1)
         calls = self._call.findall(reply.text)
         answers = [{"role": "tool", **self._called(state.held, call)} for call in calls]
@@ -55,6 +55,6 @@ class ToolClass:
 
 
 def tool_names(kind: type) -> list[str]:
-    """The methods that are tools: public ones but reset and get_reward."""
+    """The names of a class's methods that are tools: all public methods but reset and get_reward."""
     methods = [name for name, _ in inspect.getmembers(kind, inspect.isfunction)]
     return [name for name in methods if not name.startswith("_") and name not in ("reset", "get_reward")]

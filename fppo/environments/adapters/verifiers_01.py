@@ -15,8 +15,8 @@ from fppo.workers.imports import imported
 
 
 class Verifiers:
-    """The environment that `env` makes with `arguments`; `env` is a name for `load_environment`, or module:function. A
-    row's "number", or else the seed, chooses a row of its data set."""
+    """The verifiers environment that `env` makes with `arguments`; `env` is a name for `load_environment`, or
+    module:function. A row's "number", or else the seed, chooses a row of the environment's data set."""
 
     def __init__(self, *, env: str | Callable[..., Any], arguments: Mapping[str, Any] | None = None) -> None:
         make: Any = imported(env, "environment") if isinstance(env, str) and ":" in env else env
