@@ -1,4 +1,4 @@
-"""Call user functions so that an error costs one sample alone; the same code in every process."""
+"""Calls of user functions, in which an error costs only its own sample; every process runs this code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fppo.workers.sample import Kind, Outcome, Sample, UserFn, outcome_of
 OnOutcome = Callable[[int, Outcome], None]
 _LOOK = 0.5  # seconds between two looks at the clock, at most
 _TEXT = 1000  # characters of an error's text that are kept
-_SHORTEST = 1.0  # least seconds for a call, however long others took, unless its time limit is shorter
+_SHORTEST = 1.0  # seconds that a call may always take, however long others took, unless its time limit is shorter
 
 
 class Mode(NamedTuple):
@@ -32,8 +32,8 @@ class Mode(NamedTuple):
 
 @attrs.define
 class Patience:
-    """How long calls on one batch may take: `time_limit` seconds each, until overdue calls have cost `batch_limit`
-    seconds in all. From then on they may take a tenth of `time_limit`, but at least a second. After another
+    """The time that calls on one batch may take: `time_limit` seconds each, until overdue calls have cost `batch_limit`
+    seconds in all. From then on a call may take a tenth of `time_limit`, but at least a second. After another
     `batch_limit` seconds no more calls are made."""
 
     time_limit: float
@@ -58,7 +58,7 @@ class Patience:
         return Outcome("timeout", text=f"no result within {limit:g} s")
 
     def given_up(self) -> Outcome:
-        """The outcome of a sample that is not called any more."""
+        """The outcome of a sample for which no call is made, since the patience is used up."""
         return Outcome("timeout", text=f"not called: others of its batch have run out of time for {self.lost:g} s")
 
 
@@ -70,8 +70,8 @@ def call(
     on_outcome: OnOutcome,
     on_call: Callable[[], None],
 ) -> None:
-    """Call a function on samples: `on_outcome(number, outcome)` for each result, `on_call()` before each call of a
-    batch."""
+    """Call a function on samples. `on_outcome(number, outcome)` is called for each result, and `on_call()` before each
+    call of a function that takes a batch."""
     if mode.kind == "batch":
         _batch(fn, samples, 0, loop, on_outcome, on_call)
     elif mode.asynchronous:
@@ -82,14 +82,14 @@ def call(
 
 
 def _settled(result: Any, loop: asyncio.Runner) -> Any:
-    """The result of a function, awaited if it is awaitable."""
+    """Await a function's result in the loop if it is awaitable, and return it."""
     if not inspect.isawaitable(result):
         return result
 
     async def wait() -> tuple[Any, BaseException | None]:
         try:
             return await result, None
-        except BaseException as error:  # some of them would end the event loop
+        except BaseException as error:  # some errors would end the event loop
             return None, error
 
     value, error = loop.run(wait())
@@ -108,7 +108,8 @@ def _guarded(attempt: Callable[[], Outcome], sample: Sample) -> Outcome:
 
 
 def _error(error: BaseException, sample: Sample) -> Outcome:
-    """The outcome of a call that raised, with the error's notes; for a KeyError also the columns that the row has."""
+    """The outcome of a call that raised, with the error's notes; for a KeyError also the columns that the sample's row
+    has."""
     frames = traceback.extract_tb(error.__traceback__)
     last = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     if isinstance(error, KeyError) and sample.prompt_tokens:  # calls of tools and environments have none
@@ -118,7 +119,7 @@ def _error(error: BaseException, sample: Sample) -> Outcome:
 
 
 def note_columns(error: KeyError, row: Mapping[str, Any]) -> None:
-    """Adds a note of a row's columns to the error, unless the key is one of them, or they have been noted."""
+    """Add a note of a row's columns to the error, unless its key is one of the columns, or it has notes already."""
     if not getattr(error, "__notes__", ()) and not (error.args and error.args[0] in row):
         error.add_note(f"the row has the columns {listed(row)}")
 
@@ -131,7 +132,8 @@ def _batch(
     on_outcome: OnOutcome,
     on_call: Callable[[], None],
 ) -> None:
-    """One call for all; if it raises, one for each half, until the samples at fault are alone."""
+    """Call a function once on all samples; if it raises, call it on each half, until the samples at fault are alone.
+    `first` is the number of the first sample."""
     on_call()
     try:
         results = _settled(fn(list(samples)), loop)
@@ -181,21 +183,21 @@ class CoroutineCalls:
         self._look_at = 0.0
 
     def add(self, number: int, sample: Sample) -> None:
-        """Begins a call as soon as it is its turn."""
+        """Begin a call when fewer than `mode.concurrency` calls are running."""
         task = self._loop.create_task(self._one(number, sample))
         self._open.add(task)
         task.add_done_callback(self._on_end)
 
     async def cancel(self) -> None:
-        """Ends the calls that are open."""
+        """Cancel all open calls, and wait until they have ended."""
         left = [*self._open]
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
     async def done(self) -> None:
-        """Waits until no call is open. Raises at once what `on_outcome` raised."""
-        while self._open and self._failed is None:  # others may come meanwhile
+        """Wait until no call is open. An error that `on_outcome` raised is raised at once."""
+        while self._open and self._failed is None:  # more calls may come meanwhile
             self._ended.clear()
             await self._ended.wait()
         if self._failed is not None:
@@ -246,7 +248,7 @@ class CoroutineCalls:
         self._look_at, self._look = now + wait, self._loop.call_later(wait, self._looked)
 
     def _looked(self) -> None:
-        """Cancels the calls whose time is over."""
+        """Cancel the calls that have passed their deadlines."""
         now, self._look = self._clock.now(), None
         for task in [task for task, due in self._due.items() if due <= now]:
             del self._due[task]

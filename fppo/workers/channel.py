@@ -1,7 +1,7 @@
 """Messages between a pool and its processes, over sockets that user code may find among its descriptors.
 
-Each message begins with a secret and carries a digest, so that what somebody else writes there is noticed at once, and
-nothing of it is unpickled. The pool's end never waits: an incomplete message is kept until the rest comes.
+Each message begins with a secret and carries a digest. So bytes that somebody else writes there are noticed at once,
+and nothing of them is unpickled. The pool's end never waits: an incomplete message is kept until the rest comes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ForeignBytes(Exception):
 
 
 class Channel:
-    """The pool's end of a channel. Raises OSError where the other end is gone."""
+    """The pool's end of a channel. Its methods raise OSError if the other end is gone."""
 
     def __init__(self, end: socket.socket, secret: bytes) -> None:
         end.setblocking(False)
@@ -31,12 +31,12 @@ class Channel:
         self._outbox, self._inbox = bytearray(), bytearray()
 
     def fileno(self) -> int:
-        """The descriptor, to wait for; -1 once it is closed."""
+        """The descriptor to wait for; -1 once the channel is closed."""
         return self._end.fileno()
 
     @property
     def secret(self) -> str:
-        """The secret of the other end, in hexadecimal digits."""
+        """The secret for the other end, in hexadecimal digits."""
         return self._secret.hex()
 
     @property
@@ -45,12 +45,12 @@ class Channel:
         return bool(self._outbox)
 
     def send(self, message: bytes) -> None:
-        """Sends a message, or as much of it as fits now; `flush` sends the rest."""
+        """Send a message, or as much of it as fits now; `flush` sends the rest."""
         self._outbox += _head(message, self._secret) + message
         self.flush()
 
     def flush(self) -> None:
-        """Sends as much as fits now."""
+        """Send as much of the unsent messages as fits now."""
         try:
             while self._outbox:
                 del self._outbox[: self._end.send(self._outbox)]
@@ -58,8 +58,8 @@ class Channel:
             pass
 
     def receive(self) -> list[bytes]:
-        """All complete messages so far; an empty list if there are none. Raises EOFError once the other end is closed
-        and all its messages were received, and ForeignBytes."""
+        """Return all complete messages so far; an empty list if there are none. Raises EOFError once the other end is
+        closed and all its messages were received, and ForeignBytes for bytes that it has not sent."""
         messages: list[bytes] = []
         ended = False
         try:
@@ -87,13 +87,13 @@ class Channel:
         return messages
 
     def close(self) -> None:
-        """Closes this end; it can be closed twice."""
+        """Close this end. Idempotent."""
         self._end.close()
 
 
 class WorkerChannel:
     """The worker's end of a channel, with calls that block. A copy of the process that user code makes by `os.fork`
-    cannot use it, and exits if it tries."""
+    cannot use this end, and exits if it tries."""
 
     def __init__(self, descriptor: int, secret: bytes) -> None:
         os.set_inheritable(descriptor, False)
@@ -102,16 +102,17 @@ class WorkerChannel:
         os.register_at_fork(after_in_child=self._end.close)
 
     def fileno(self) -> int:
-        """The descriptor, to wait for."""
+        """The descriptor to wait for."""
         return self._end.fileno()
 
     def send(self, message: bytes) -> None:
-        """Sends a message."""
+        """Send a message."""
         self._check()
         self._end.sendall(_head(message, self._secret) + message)
 
     def receive(self) -> bytes:
-        """The next message. Raises EOFError if the pool has closed its end, and ForeignBytes."""
+        """Wait for the next message. Raises EOFError if the pool has closed its end, and ForeignBytes for bytes that it
+        has not sent."""
         self._check()
         head = self._exactly(_HEAD)
         size = _size(head, self._secret)

@@ -21,7 +21,7 @@ def search(directories: Iterable[str | os.PathLike[str]]) -> None:
 
 
 def imported(name: str, kind: str, *, also: type | tuple[type, ...] = ()) -> Any:
-    """Import the function of "module:function": a function, a callable instance, or an instance of `also`.
+    """Import a function named "module:function": a function, a callable instance, or an instance of `also`.
 
     The working directory is searched too, which the path of a console script lacks; see also `search`. Errors call the
     function `kind`. Raises ValueError if the import fails, and for another kind of object.

@@ -32,17 +32,18 @@ class ControlGroup:
     counts: str  # the file that counts kills
 
     def entering(self, command: Sequence[str]) -> list[str]:
-        """The command, wrapped so that it waits to be admitted."""
+        """Wrap the command, so that its process waits until it is admitted."""
         return ["/bin/sh", "-c", _ENTER, "sh", *command]
 
     def admit(self, pid: int) -> None:
-        """Put a waiting process into the group, and let it continue. Raises OSError."""
+        """Put a waiting process into the group, and let it continue. Raises OSError if that fails."""
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         (self.place / "cgroup.procs").write_text(str(pid))
         os.kill(pid, signal.SIGCONT)
 
     def exceeded(self, pid: int) -> bool:
-        """Whether the kernel has killed a process of the group for want of memory; `pid` is the first of them."""
+        """Whether the kernel has killed a process of the group for want of memory; `pid`, the group's first process, is
+        not needed."""
         del pid
         words = (self.place / self.counts).read_text().split()
         return int(words[words.index("oom_kill") + 1]) > 0
@@ -55,14 +56,14 @@ class WatchedSum:
     limit: int
 
     def entering(self, command: Sequence[str]) -> list[str]:
-        """The command as it is."""
+        """Return the command as it is."""
         return [*command]
 
     def admit(self, pid: int) -> None:
-        """Do nothing: the process does not wait."""
+        """Do nothing, since the process does not wait."""
 
     def exceeded(self, pid: int) -> bool:
-        """Whether the processes hold more than the limit; memory that they share counts once."""
+        """Whether process `pid` and its descendants hold more than the limit; memory that they share counts once."""
         pids = [pid, *descendants(pid)]
         return sum(map(_resident, pids)) > self.limit and sum(map(_share, pids)) > self.limit
 
@@ -72,7 +73,7 @@ MemoryBound = ControlGroup | WatchedSum
 
 @contextlib.contextmanager
 def memory_bound(limit: int) -> Iterator[MemoryBound]:
-    """A bound of `limit` bytes on the processes that one command starts."""
+    """Provide a bound of `limit` bytes on the processes that one command starts, for the context."""
     group = _group(limit)
     try:
         yield WatchedSum(limit) if group is None else group
@@ -92,7 +93,7 @@ def _remove(place: Path) -> None:
 
 
 def _group(limit: int) -> ControlGroup | None:
-    """A new control group below this process's own; None where none can be made that bounds memory."""
+    """Make a control group below this process's own; None where none can be made that bounds memory."""
     for parent in _own_groups():
         place = parent / f"fppo-{uuid.uuid4().hex}"
         try:
@@ -103,7 +104,7 @@ def _group(limit: int) -> ControlGroup | None:
             (name, *more), counts, others = next(kind for kind in _KINDS if (place / kind[0][0]).exists())
             (place / name).write_text(str(limit))
             for other, value in (dict.fromkeys(more, str(limit)) | others).items():
-                if (place / other).exists():  # kernels without swap lack some
+                if (place / other).exists():  # kernels without swap lack some of the files
                     (place / other).write_text(value)
             group = ControlGroup(place, counts)
             group.exceeded(0)
@@ -137,7 +138,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    with contextlib.suppress(OSError):  # it has ended
+    with contextlib.suppress(OSError):  # the process has ended
         tasks = os.listdir(f"/proc/{pid}/task")
         texts = (_text(f"/proc/{pid}/task/{task}/children") for task in tasks)
         return [int(word) for text in texts for word in text.split()]

@@ -39,25 +39,25 @@ _Task = tuple[int, ...]  # numbers of samples
 class _Worker:
     process: subprocess.Popen[bytes]
     channel: Channel
-    deadline: float  # by the pool's clock: it must send something before
+    deadline: float  # by the pool's clock: before it, the worker must send something
     limit: float = 0.0  # seconds that its call may take
     ready: bool = False
-    run: PoolRun | None = None  # to which its samples belong
+    run: PoolRun | None = None  # the run to which its samples belong
     open: list[int] = attrs.field(factory=list)  # samples without an outcome, in order
 
 
 @attrs.define(eq=False)
 class PoolRun:
-    """One function on many samples; more samples may be added."""
+    """One function run on many samples; more samples may be added."""
 
     function: int
     mode: Mode
     patience: Patience
     closed: int  # how many times the pool had been closed when it began
-    samples: dict[int, Sample] = attrs.field(factory=dict)  # without an outcome
+    samples: dict[int, Sample] = attrs.field(factory=dict)  # samples without an outcome
     new: list[int] = attrs.field(factory=list)
     pending: deque[_Task] = attrs.field(factory=deque)
-    outcomes: dict[int, Outcome] = attrs.field(factory=dict)  # that nobody has taken
+    outcomes: dict[int, Outcome] = attrs.field(factory=dict)  # outcomes that nobody has taken
     suspects: set[int] = attrs.field(factory=set)  # samples of a task that cost a process: any of them may be at fault
 
     def put(self, number: int, sample: Sample) -> None:
@@ -66,7 +66,7 @@ class PoolRun:
         self.new.append(number)
 
     def end(self, outcomes: Mapping[int, Outcome]) -> None:
-        """Notes outcomes."""
+        """Record outcomes; their samples are no longer open."""
         self.outcomes |= outcomes
         self.suspects -= outcomes.keys()
         for number in outcomes:
@@ -93,19 +93,19 @@ class WorkerPool:
         self._count, self._start_limit = workers, start_limit
         self._clock = ProcessClock(_LOOK)
         self._workers: list[_Worker] = []
-        self._closed = 0  # how often
+        self._closed = 0  # how often it was closed
         self._turn = InOrder()
         self._starter: ThreadPoolExecutor | None = None
         self._finalizer = weakref.finalize(self, _end, self._workers)  # runs at the interpreter's exit too
 
     def start(self) -> None:
-        """Starts the processes without waiting for them."""
+        """Start the processes without waiting for them."""
         while len(self._workers) < self._count:
             self._workers.append(self._started())
 
     def close(self) -> None:
-        """Ends all processes, and what they started. A run under way in another thread fails; a later one starts new
-        ones."""
+        """End all processes, and the processes that they started. A run in progress in another thread fails; a later
+        run starts new processes."""
         self._closed += 1
         _end(self._workers)
         starter, self._starter = self._starter, None
@@ -113,8 +113,8 @@ class WorkerPool:
             starter.shutdown(wait=False)
 
     def run(self, function: int, mode: Mode, samples: Sequence[Sample], patience: Patience) -> list[Outcome]:
-        """The outcome of function number `function` on every sample, within the remaining patience for their batch. An
-        interruption leaves no process behind."""
+        """Call function number `function` on every sample, and return the outcomes. `patience` is the remaining
+        patience with the samples' batch. An interruption leaves no process behind."""
         run, outcomes = self.begin(function, mode, patience), dict[int, Outcome]()
         for number, sample in enumerate(samples):
             run.put(number, sample)
@@ -123,12 +123,12 @@ class WorkerPool:
         return [outcomes[number] for number in range(len(samples))]
 
     def begin(self, function: int, mode: Mode, patience: Patience) -> PoolRun:
-        """A run of a function, to which samples are added later."""
+        """Begin a run of function number `function`, to which samples are added later."""
         return PoolRun(function, mode, patience, self._closed)
 
     def taken(self, run: PoolRun, *, wait: bool) -> dict[int, Outcome]:
-        """Advance a run and take its new outcomes; with `wait` at least one, if any sample is open. Several threads may
-        each have a run. An interruption leaves no process behind."""
+        """Advance a run and take its new outcomes; with `wait`, wait for at least one if any sample is open. Several
+        threads may each have a run. An interruption leaves no process behind."""
         while True:
             with self._turn:
                 try:
@@ -141,7 +141,7 @@ class WorkerPool:
                     return outcomes
 
     def forget(self, run: PoolRun) -> None:
-        """Ends a run. Processes that are at work for it are killed."""
+        """End a run. Processes that work for it are killed."""
         with self._turn:
             for worker in [worker for worker in self._workers if worker.run is run]:
                 self._drop(worker)
@@ -163,7 +163,7 @@ class WorkerPool:
             start_python, "fppo.workers.process:main", *arguments, pass_fds=(theirs.fileno(),)
         ).result()
         theirs.close()
-        with contextlib.suppress(OSError):  # if it died at once, the first wait says so
+        with contextlib.suppress(OSError):  # if the process died at once, the first wait says so
             channel.send(self._functions)
         return _Worker(process, channel, self._clock.now() + self._start_limit)
 
@@ -182,7 +182,7 @@ class WorkerPool:
             try:
                 chosen = [(number, tuple(run.samples[number])) for number in task]
                 worker.channel.send(pickle.dumps((run.function, tuple(run.mode), chosen)))
-            except OSError:  # it died while idle, which is no sample's fault
+            except OSError:  # the process died while idle, which is no sample's fault
                 self._died(worker) if worker.open else self._drop(worker)
                 continue
             run.pending.popleft()
@@ -192,7 +192,7 @@ class WorkerPool:
             worker.open += task
 
     def _free(self, run: PoolRun) -> _Worker | None:
-        """The least busy process that can take a task: an idle one, or one that runs coroutines of the same run."""
+        """The least busy process that can take a task: an idle process, or one that runs coroutines of the same run."""
         grows = run.mode.asynchronous and run.mode.kind == "sample" and not run.suspects
         free = [w for w in self._workers if w.ready and (w.run is None or (grows and w.run is run))]
         return min(free, key=lambda worker: len(worker.open), default=None)
@@ -266,8 +266,8 @@ class WorkerPool:
         self._give_up(worker, worker.run.patience.overdue(worker.limit))
 
     def _give_up(self, worker: _Worker, outcome: Outcome) -> None:
-        """Kill a worker. The sample at fault gets `outcome`; if it is not known, the open samples are tried again in
-        two halves."""
+        """Kill a worker. The sample at fault gets `outcome`; if it is not known which one that is, the open samples are
+        tried again in two halves."""
         left, run = worker.open, worker.run
         self._drop(worker)
         if run is None:
@@ -282,7 +282,8 @@ class WorkerPool:
 
 
 def _tasks(numbers: Sequence[int], mode: Mode, workers: int) -> list[_Task]:
-    """One task for a function of a batch; else tasks small enough that the workers finish together."""
+    """Divide samples into tasks: a single one if the function takes a batch, else tasks so small that the workers
+    finish together."""
     count = len(numbers)
     if mode.kind == "batch":
         size = count
@@ -313,7 +314,8 @@ def _portable(name: str, fn: UserFn, role: str) -> bytes:
 
 
 def _moved(workers: Sequence[_Worker], limit: float) -> list[_Worker]:
-    """The workers that have sent something, or can be sent what is left for them, within `limit` seconds."""
+    """Wait up to `limit` seconds for workers that have sent something, or can be sent the rest of a message, and return
+    these."""
     with selectors.PollSelector() as selector:
         for worker in workers:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.channel.unsent else 0)
@@ -324,7 +326,7 @@ def _moved(workers: Sequence[_Worker], limit: float) -> list[_Worker]:
 def _end(workers: list[_Worker]) -> None:
     while workers:
         worker = workers.pop()
-        worker.channel.close()  # an idle one ends by itself
+        worker.channel.close()  # an idle process ends by itself
         if worker.run is None and worker.ready:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(timeout=1.0)
@@ -334,5 +336,5 @@ def _end(workers: list[_Worker]) -> None:
 def _kill(worker: _Worker) -> None:
     worker.channel.close()
     kill_session(worker.process)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, as in a read from a lost disk
+    with contextlib.suppress(subprocess.TimeoutExpired):  # the process hangs in the kernel, as in reading a lost disk
         worker.process.wait(timeout=_REAP)

@@ -18,7 +18,7 @@ from fppo.workers.sample import Outcome, Sample
 
 
 def main(descriptor: str, secret: str, parent: str) -> None:
-    """Answers the parent until it closes the channel.
+    """Answer the pool, in process `parent`, until it closes the channel with this descriptor and secret.
 
     First come the functions, pickled; the answer is ("ready",) or ("failed", why). Then come tasks (number of the
     function, mode, samples with their numbers); the answers are (number of the sample, outcome) and ("tick",). While
@@ -83,7 +83,7 @@ def _load(data: bytes) -> Any:
 
 
 def _answer(channel: WorkerChannel, functions: list[Any], task: _Task, loop: asyncio.Runner) -> _Task | None:
-    """Run a task and send its outcomes. Returns a task of another function if one came meanwhile."""
+    """Run a task and send its outcomes. If a task of another function or mode comes meanwhile, it is returned."""
     fn, (_, mode, samples) = functions[task.function], task
 
     def on_outcome(number: int, outcome: Outcome) -> None:

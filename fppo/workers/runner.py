@@ -27,7 +27,7 @@ class Function(Protocol):
     @property
     def asynchronous(self) -> bool: ...
     @property
-    def inline(self) -> bool: ...  # in this process
+    def inline(self) -> bool: ...  # it runs in this process
 
 
 class FunctionRunner:
@@ -36,9 +36,9 @@ class FunctionRunner:
     Inline functions run in this process, where nothing stops them. All others run in `workers` processes, which are
     killed and started again when one call takes more than `time_limit` seconds, in Python or C. Once overdue calls on
     one batch have cost `batch_limit` seconds in each process, further calls get a tenth of `time_limit` (at least a
-    second), and after as long again none are made. Coroutines run up to `concurrency` at a time. Loading the functions
-    may take `start_limit` seconds. A call that fails is made again up to `retries` times. `role` is what errors call
-    them. Several threads may call.
+    second), and after as many seconds again no more calls are made. Coroutines run up to `concurrency` at a time.
+    Loading the functions may take `start_limit` seconds. A call that fails is made again up to `retries` times. Errors
+    call the functions `role`. Several threads may call.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class FunctionRunner:
             self._pool = WorkerPool(outside, workers=workers, start_limit=start_limit, role=role)
 
     def start(self) -> None:
-        """Starts the worker processes ahead of the first call, without waiting for them."""
+        """Start the worker processes ahead of the first call, without waiting for them."""
         if self._pool is not None:
             self._pool.start()
 
     def close(self) -> None:
-        """Ends the worker processes."""
+        """End the worker processes."""
         if self._pool is not None:
             self._pool.close()
 
@@ -86,13 +86,13 @@ class FunctionRunner:
         self.close()
 
     def patience(self) -> Patience:
-        """A fresh `Patience` for one batch, to share among calls on its parts."""
+        """Make a `Patience` for one batch, to share among calls on its parts."""
         return Patience(self._time_limit, self._batch_limit * self._workers)
 
     @contextmanager
     def stream(self, function: Function, what: str, log: Logger) -> Iterator[CallStream]:
-        """Calls of a function, with outcomes as they are ready, until the context ends. Then failures are logged in one
-        line, which names the samples as `what`."""
+        """Open a function for calls until the context ends; outcomes can be taken as soon as each is ready. In the end
+        failures are logged in one line, which names the samples as `what`."""
         mode = self._mode(function)
         if self._pool is not None and not function.inline:
             source = PooledCalls(self._pool, self._numbers[function.name], mode, self.patience())
@@ -110,7 +110,8 @@ class FunctionRunner:
                 log.warning(text, self._role, function.name, calls.failed, calls.count, what, calls.why)
 
     def logged_outcomes(self, function: Function, samples: Sequence[Sample], what: str, log: Logger) -> list[Outcome]:
-        """The outcomes of samples; failures are logged in one line, which names the samples as `what`."""
+        """Call a function on samples and return their outcomes; failed calls are made again. Remaining failures are
+        logged in one line, which names the samples as `what`."""
         outcomes = self.outcomes_of(function, samples)
         for _ in range(self._retries):
             again = [number for number, outcome in enumerate(outcomes) if outcome.kind in FAILED]
@@ -125,7 +126,8 @@ class FunctionRunner:
     def outcomes_of(
         self, function: Function, samples: Sequence[Sample], patience: Patience | None = None
     ) -> list[Outcome]:
-        """Call a function on samples and return their outcomes; without `patience` they are a batch of their own."""
+        """Call a function on samples once, and return their outcomes. Without `patience` the samples are a batch of
+        their own."""
         mode = self._mode(function)
         if not samples:
             return []

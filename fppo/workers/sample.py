@@ -31,7 +31,8 @@ class Sample(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The outcome of one sample: a value; an error or a timeout, without a score; or a result that is no score."""
+    """The outcome of one sample: a value; an error or a timeout, without a score; or a "bad" result, which is no
+    score."""
 
     kind: Literal["value", "error", "timeout", "bad"]
     score: float = 0.0
@@ -41,7 +42,7 @@ class Outcome(NamedTuple):
 
 
 def name_of(fn: UserFn) -> str:
-    """The name of a function in errors and metrics."""
+    """The function's name, for errors and metrics."""
     name = getattr(fn, "reward_name", None)
     if name is not None:
         return name

@@ -1,8 +1,8 @@
 """Run untrusted Python in a sandbox: programs that a policy wrote, for code rewards and tools. Linux with bubblewrap.
 
 A program runs as an unprivileged user in namespaces of its own: no network, no other processes, no files but a
-read-only view of the system's and a small directory for itself, no variables of this process. Its time, processes and
-output are bounded, and so is the memory of all its processes together; system calls that keep memory outside of
+read-only view of the system's files and a small directory for itself, no variables of this process. Its time, processes
+and output are bounded, and so is the memory of all its processes together; system calls that keep memory outside of
 processes are refused. If a machine cannot do this, the program is refused, with the reason.
 """
 
@@ -160,7 +160,8 @@ def interpreter() -> str | None:
 
 
 def _view(bwrap: str, rules: IO[bytes], more: list[str]) -> list[str]:
-    """The bwrap command that starts another command in the sandbox."""
+    """The bwrap command that starts a program in the sandbox, with the seccomp filter in the file `rules` and the
+    further options `more`."""
     links = [x for name in ("lib", "lib64", "bin") for x in ("--symlink", f"usr/{name}", f"/{name}")]
     return [
         *(bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"),

@@ -1,4 +1,4 @@
-"""Calls of user functions whose outcomes come one by one, while their caller does something else."""
+"""Calls of user functions whose outcomes can be taken one by one, while the caller does something else."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class CallStream:
     def __init__(self, source: CallSource, retries: int) -> None:
         self._source, self._retries = source, retries
         self._open: dict[int, tuple[Sample, int]] = {}  # the sample, and the retries left
-        self.count = self.failed = 0  # calls, and those of them that failed in the end
-        self.why = ""  # why the first of them failed
+        self.count = self.failed = 0  # the numbers of calls, and of calls that failed in the end
+        self.why = ""  # why the first call failed
 
     def put(self, number: int, sample: Sample) -> None:
         """Begin a call, or queue it for a free process, under a number that no open call has."""
@@ -43,7 +43,7 @@ class CallStream:
         self._source.put(number, sample)
 
     def taken(self, *, wait: bool) -> list[tuple[int, Outcome]]:
-        """The outcomes that have come; with `wait` at least one, where any call is open."""
+        """Take the outcomes that have come; with `wait`, wait for at least one if any call is open."""
         outcomes: list[tuple[int, Outcome]] = []
         while True:
             for number, outcome in self._source.taken(wait=wait and bool(self._open)).items():
@@ -75,7 +75,7 @@ class PooledCalls:
         return self._pool.taken(self._run, wait=wait)
 
     def close(self) -> None:
-        """Ends calls that are still open."""
+        """End calls that are still open."""
         self._pool.forget(self._run)
 
 
@@ -97,11 +97,11 @@ class CallsHere:
         return dict(zip(new, called_here(self._fn, [*new.values()], self._mode), strict=True)) if new else {}
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, since no call is ever in progress."""
 
 
 class CoroutinesHere:
-    """Calls of a coroutine in a thread of this process."""
+    """Calls of a coroutine function, in an event loop on a thread of this process."""
 
     def __init__(self, fn: UserFn, mode: Mode) -> None:
         self._outcomes: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
@@ -129,7 +129,7 @@ class CoroutinesHere:
         found: dict[int, Outcome] = {}
         if self._new:
             new, self._new = self._new, []
-            self._loop.call_soon_threadsafe(self._add, new)  # together, as each wakes the thread
+            self._loop.call_soon_threadsafe(self._add, new)  # in one go, since each wakes the thread
         while self._open:
             try:
                 number, outcome = self._outcomes.get(block=wait and not found)
@@ -140,7 +140,7 @@ class CoroutinesHere:
         return found
 
     def close(self) -> None:
-        """Ends the thread, and calls that are still open."""
+        """End the open calls, and the thread."""
         asyncio.run_coroutine_threadsafe(self._calls.cancel(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -148,7 +148,7 @@ class CoroutinesHere:
 
 
 def called_here(fn: UserFn, samples: Sequence[Sample], mode: Mode) -> list[Outcome]:
-    """The outcomes of calls in this process."""
+    """Call a function on samples in this process, and return their outcomes."""
     outcomes: dict[int, Outcome] = {}
 
     def inline() -> None:
@@ -160,7 +160,8 @@ def called_here(fn: UserFn, samples: Sequence[Sample], mode: Mode) -> list[Outco
 
 
 def _outside_loops(fn: Callable[[], None]) -> None:
-    """Call a function that runs an event loop: here, or in a thread where one runs here already, as in a notebook."""
+    """Call a function that runs an event loop of its own. If this thread runs an event loop already, as in a notebook,
+    the function is called in another thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
