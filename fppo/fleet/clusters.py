@@ -21,7 +21,7 @@ class Cluster(Protocol):
     """Protocol of clusters: they start ranks."""
 
     def ranks(self, spec: RankSpec | None = None) -> Ranks:
-        """Ranks as `spec` describes them, not started yet; without it one rank on the CPU."""
+        """Ranks as `spec` describes them, not started yet; without `spec` a single rank on the CPU."""
         ...
 
 
@@ -53,7 +53,7 @@ def cluster(name: str) -> AbstractContextManager[Cluster]:
     """Open a cluster by name: "processes" is this machine, "local" a new Ray cluster on it; any other name is the
     address of a Ray cluster.
 
-    Raises ValueError without Ray, and if there is no cluster at the address.
+    Raises ValueError if Ray is missing, and if there is no cluster at the address.
     """
     return ThisMachine() if name == "processes" else RayCluster(name)
 
@@ -62,7 +62,7 @@ _LEAST = 1e-6  # tolerance in shares of a GPU: three thirds are one
 
 
 class Gpus:
-    """A number of GPUs, assigned to ranks in order."""
+    """The GPUs of a machine, `count` in number, assigned to ranks in order."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -1,5 +1,5 @@
 """Encode trees for transfer between processes: an outline, its leaves, small tensors as one array of bytes, and each
-large tensor by itself. All of it passes through host memory."""
+large tensor by itself. All parts pass through host memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _is_namedtuple = functools.lru_cache(1024)(pytree.is_namedtuple_class)
 
 @attrs.frozen
 class _Alike:
-    """Small tensors of one dtype and shape, whose bytes are adjacent."""
+    """Small tensors of one dtype and shape, whose bytes are adjacent in `PackedTree.bytes`."""
 
     places: list[int]  # their indices among all tensors
     dtype: torch.dtype
@@ -62,7 +62,7 @@ class PackedTree:
 
     @property
     def first(self) -> tuple[int, int, int] | None:
-        """The call, part and leaf of the first leaf, if it is a handle; else None."""
+        """The call, part and leaf of the handle that is the tree's first leaf; None if that is no handle."""
         if self.kinds[0] != _HELD:
             return None
         call, part, leaves = self.held[0]
@@ -70,8 +70,8 @@ class PackedTree:
 
 
 def pack(tree: Any, check: Callable[[Lease], None] = lambda _: None) -> tuple[PackedTree, list[Tensor]]:
-    """Pack a tree; return it and its large tensors, which are not copied. `check` raises an error for a forbidden
-    handle."""
+    """Pack a tree; return it and its large tensors, which are not copied. `check` is called with the lease of each
+    handle, and raises an error if the handle is forbidden."""
     outline, leaves = taken_apart(tree)
     types = list(map(type, leaves))
     kind_of = {x: _HELD if issubclass(x, Held) else _TENSOR if issubclass(x, Tensor) else _PLAIN for x in set(types)}
@@ -99,7 +99,7 @@ def pack(tree: Any, check: Callable[[Lease], None] = lambda _: None) -> tuple[Pa
 
 
 def _runs(held: Iterable[Held], check: Callable[[Lease], None]) -> list[Run]:
-    """Encode handles as runs, the form in which messages name them."""
+    """Encode handles as runs, in the form in which messages name them. `check` is called with the lease of each run."""
     found: list[Run] = []
     for lease, each in groupby(held, attrgetter("lease")):
         check(lease)
@@ -110,8 +110,8 @@ def _runs(held: Iterable[Held], check: Callable[[Lease], None]) -> list[Run]:
 
 
 def tensors_of(packed: PackedTree, large: Sequence[np.ndarray], *, device: torch.device = CPU) -> list[Tensor]:
-    """Decode the tensors of a tree on `device`. Small ones get their own memory; large ones on the host share the
-    memory of their arrays, which others may read too."""
+    """Decode the tensors of a tree on `device`. Small tensors get their own memory; large ones on the host share the
+    memory of the arrays `large`, which other processes may read too."""
     tensors: dict[int, Tensor] = {}
     every, start = bytes_of(packed.bytes).to(device), 0
     for each in packed.small:
@@ -131,13 +131,14 @@ def tree_of(
     plain: Callable[[Any], Any] = lambda x: x,
     held: Callable[[list[Run]], Iterable[Any]] = lambda _: (),
 ) -> Any:
-    """Rebuild a tree from its tensors. `held` returns the values of handles; `plain` converts all other leaves."""
+    """Rebuild a tree from its tensors. `held` returns the values of runs of handles; `plain` converts each leaf that is
+    neither a tensor nor a handle."""
     leaves = iter(map(plain, packed.plain)), iter(tensors), iter(held(packed.held))
     return put_together(packed.outline, map(next, map(leaves.__getitem__, packed.kinds)))
 
 
 def array_of(x: Tensor) -> np.ndarray:
-    """The bytes of a tensor, in its own memory if that is contiguous and on the host."""
+    """View a tensor's bytes as an array; they are copied only if the tensor is not contiguous, or not on the host."""
     return flat(x).cpu().numpy()
 
 
@@ -155,14 +156,14 @@ def _of_kind(leaves: list[Any], kinds: bytes, kind: int) -> list[Any]:
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:
-    """Stack tensors of one shape."""
+    """Stack tensors of one shape, without gradients."""
     with torch.no_grad():
         return torch.stack(tensors)
 
 
 def _parted(stacked: Tensor) -> list[Tensor]:
-    """Split a stack into its tensors. If it is small they share its memory, which is freed with the last of them; else
-    each gets its own memory."""
+    """Split a stack into its tensors. Tensors of a small stack share one memory, which is freed with the last of them;
+    else each gets its own memory."""
     if stacked.nbytes >= BIG:
         return [x.clone() for x in stacked.unbind()]
     flat = stacked.flatten(1) if stacked.ndim > 1 else stacked[:, None]
@@ -174,7 +175,7 @@ def _parted(stacked: Tensor) -> list[Tensor]:
 
 
 def flat(x: Tensor) -> Tensor:
-    """The bytes of a tensor, on its device: uint8 [N], in its own memory if that is contiguous."""
+    """View a tensor's bytes, uint8 [N], on its device; they are copied only if the tensor is not contiguous."""
     return x.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -256,7 +257,7 @@ class Sent(Generic[Ref]):
         self._lock = threading.Lock()  # concurrent stages send the same tensors
 
     def refs(self, tensors: Sequence[Tensor]) -> list[Ref] | None:
-        """References to the tensors in the shared memory; None if it has no room."""
+        """Return references to the tensors in the shared memory; None if the memory has no room for them."""
         with self._lock:
             new = {id(x): x for x in tensors if self._known.get(x, (None,))[0] != x._version}
             made = self._put([array_of(x) for x in new.values()]) if new else ()

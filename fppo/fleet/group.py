@@ -34,8 +34,8 @@ class RankLost(Lost):
 
 
 class GroupDied(Lost):
-    """Error for a group that lost its ranks. `group` is its name. `Group.start` starts it again, unless `again` is
-    False: then there was no room within the group's patience. `silent`: its ranks did not answer in time."""
+    """Error for the group named `group`, which lost its ranks. `Group.start` starts it again, unless `again` is False:
+    then there was no room within the group's patience. `silent`: its ranks did not answer in time."""
 
     def __init__(self, group: str, text: str, *, again: bool = True, silent: bool = False) -> None:
         super().__init__(text, again=again)
@@ -47,7 +47,8 @@ RankTimes = tuple[tuple[float, float], ...]  # the start and seconds of each ran
 
 @attrs.frozen
 class Call:
-    """The times of a call, by `time.perf_counter` of the controller, and the bytes of its arguments and results."""
+    """The times of a call in seconds, by `time.perf_counter` of the controller, and the bytes of its arguments
+    (`there`) and results (`back`)."""
 
     group: str
     label: str
@@ -94,7 +95,8 @@ class LocalGroup:
         on_item: Callable[[Any], None] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Call `fn` in this process and return its result, or None where `on_item` gets each item."""
+        """Call `fn` in this process and return its result. With `on_item`, `fn` returns an iterator: `on_item` gets
+        each item, and the result is None. The other parameters of `Group.call` have no effect."""
         del stays, label, on_host, patience
         named = {name: self.here if x is HERE else x for name, x in kwargs.items()}
         value = fn(*(self.here if x is HERE else x for x in args), **named)
@@ -106,8 +108,8 @@ class LocalGroup:
 
 
 class Group:
-    """The ranks of one mesh, in their own processes. `life` counts their starts. Results of calls are placed on the
-    controller's `device`.
+    """The ranks of one mesh, in their own processes. `life` counts how often they were started. Results of calls are
+    placed on the controller's `device`.
 
     A call that takes more than `patience` seconds ends the group, and so does the loss of a rank. When a call fails on
     one rank, the others may wait for it: the group ends unless they are done within `GRACE` seconds.
@@ -163,12 +165,13 @@ class Group:
         """Call `fn(*args, **kwargs)` on every rank and return the result.
 
         Results whose numbers are in `stays`, or all with True, stay on the ranks: the caller gets their trees, with a
-        `Held` in place of each leaf that is no plain value. Other results come from the first rank. A `Held` of this
-        group among the arguments, or as `fn`, is each rank's own value again, and `HERE` is the rank's `Here`. Tensors
-        among the arguments are put on the rank's device, or stay `on_host`. `fn` must pickle, and must not write into
-        its tensors; its first call is checked for that.
+        `Held` in place of each leaf that is no plain value. Other results come from the first rank. For a `Held` of
+        this group among the arguments, or as `fn`, each rank uses its own value, and for `HERE` the rank's `Here`.
+        Tensors among the arguments are put on the rank's device, or stay `on_host`. `fn` must pickle, and must not
+        write into its tensors; its first call is checked for that. Times and errors name the call by `label`, or else
+        by `fn`.
 
-        With `on_item`, `fn` returns an iterator, and each item is passed on when it comes. An error in `on_item` ends
+        With `on_item`, `fn` returns an iterator, and `on_item` gets each item when it comes. An error in `on_item` ends
         the group, since its rank is in the middle of the call. `patience`, in place of the group's, is the time limit
         in seconds of the call, or of each item.
 
@@ -185,14 +188,14 @@ class Group:
         return value
 
     def calls(self) -> list[Call]:
-        """The calls since the last query, in order."""
+        """The times and bytes of all calls since the last query, in order."""
         return [self._made.popleft() for _ in range(len(self._made))]
 
     def _begin(
         self, packed: PackedTree, large: Sequence[Tensor], stays: Stays, label: str, on_host: bool, *, streams: bool
     ) -> tuple[int, list[Future[RankReply]]]:
-        """Send a call to all ranks, with the handles that are gone since the last one; return its number, and a future
-        of each rank's reply."""
+        """Send a call to all ranks. Values whose handles have died since the last call are freed with it. Returns the
+        call's number, and a future of each rank's reply."""
         with self._lock:  # calls from several threads must reach all ranks in one order, or their collectives deadlock
             self._check_alive(label)
             self._calls += 1
@@ -208,8 +211,8 @@ class Group:
         patience: float,
         on_item: Callable[[Any], None] | None,
     ) -> tuple[Any, RankTimes, int]:
-        """Wait for a call, and pass on the items of a stream. Returns the result, the times of each rank's work, and
-        the bytes that came back."""
+        """Wait for call number `number`, and give each item of a stream to `on_item`. Returns the result, the times of
+        each rank's work, and the bytes that came back."""
         back = 0
 
         def value_of(reply: RankReply) -> Any:
@@ -241,7 +244,7 @@ class Group:
             raise GroupDied(self.name, f"{label}: an argument {lost}: its value is lost")
 
     def _handles(self, call: int, stayed: Stayed) -> Any:
-        """Replace values that stayed on the ranks by handles."""
+        """Rebuild the tree of a result that stayed on the ranks, with handles in place of its values."""
         lease = Lease(self.name, self.life, call, stayed.part, self.device)
         weakref.finalize(lease, _forget, self._forget, self.life, self, (call, stayed.part))
         leaves = iter(stayed.plain), iter(handles(lease, sum(stayed.here)))
@@ -288,7 +291,8 @@ class Group:
         raise self._error_of(*failed, label, waited=bool(waiting))
 
     def _error_of(self, rank: int, what: RankReply | RankLost, label: str, *, waited: bool) -> BaseException:
-        """The error of a call that failed on a rank. The group ends if the rank is lost, or if others still waited."""
+        """Make the error of a call that failed on a rank. The group ends if the rank is lost, or if other ranks are
+        still in the call (`waited`)."""
         if isinstance(what, RankLost):
             return self._died(f"{self._names([rank])} was lost in {label}: {what}")
         if waited:
@@ -325,7 +329,8 @@ LOCAL_GROUP = LocalGroup()
 
 
 def on(group: AnyGroup, fn: Any, *, stays: Stays = (), label: str = "") -> Callable[..., Any]:
-    """Bind `fn`, or the function behind a handle, to a group: calls of the result run on the group's ranks."""
+    """Bind `fn`, or the function behind a handle, to a group: calls of the returned function run on the group's ranks,
+    as `Group.call` with `stays` and `label`."""
     if isinstance(group, LocalGroup):
         return fn
 

@@ -48,7 +48,7 @@ class Lease:
 
 @attrs.frozen
 class Held(Away):
-    """A handle: a leaf in place of a value that each rank of a group holds, its own part of one call's result.
+    """A handle: a leaf in place of a value that each rank of a group holds, the rank's own part of one call's result.
 
     Handles are immutable, and are passed on as the values would be. The values are freed with the last handle.
     """
@@ -85,7 +85,7 @@ class Apart(dict[str, Any]):
 
 
 class _Unnamed:
-    """A path step that is not printed."""
+    """A key of a pytree's path that prints as nothing, for the one handle of an `Apart`."""
 
     def __str__(self) -> str:
         return ""
@@ -97,12 +97,12 @@ class _Unnamed:
         return isinstance(other, _Unnamed)
 
     def get(self, parent: Any) -> Any:
-        """The leaf."""
+        """The handle in an `Apart`."""
         return parent[""]
 
 
 def _apart(children: Any, context: Any) -> Any:
-    """The rank's own mapping on a rank, the stand-in elsewhere."""
+    """Rebuild an `Apart` from its one leaf: the rank's own mapping on a rank, the stand-in elsewhere."""
     del context
     (one,) = children
     return one if isinstance(one, dict) else Apart({"": one})

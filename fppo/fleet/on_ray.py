@@ -26,11 +26,11 @@ _PAUSE = 0.5  # seconds between two attempts to start, while the cluster has not
 
 
 def joined(address: str, *, show_output: bool = True) -> tuple[Any, bool]:
-    """Join the Ray cluster at an address; return the module ray, and whether this process joined just now.
+    """Join the Ray cluster at an address; return the module ray, and whether this call has joined.
 
-    "local" is a new cluster on this machine; a process that has joined one already stays in that. `show_output`: the
-    output of its workers is printed here, too. Raises ValueError without Ray, if there is no cluster at the address,
-    and if this process is in another one.
+    "local" is a new cluster on this machine; a process that has joined a cluster already stays in it. `show_output`:
+    the output of Ray's workers is printed here, too. Raises ValueError without Ray, if there is no cluster at the
+    address, and if this process is in another one.
     """
     if importlib.util.find_spec("ray") is None:
         raise ValueError("Ray is not installed: pip install 'fppo[ray]'")
@@ -50,7 +50,7 @@ def joined(address: str, *, show_output: bool = True) -> tuple[Any, bool]:
 
 class RayCluster:
     """A context in a Ray cluster: a new one on this machine ("local"), or the one at an address. A process that has
-    joined one stays in it. The address is never guessed.
+    joined a cluster already stays in it. The address is never guessed.
 
     Raises ValueError without Ray, and if there is no cluster at the address.
     """
@@ -68,7 +68,7 @@ class RayCluster:
             self._ray.shutdown()
 
     def ranks(self, spec: RankSpec | None = None) -> RayRanks:
-        """Implement `Cluster.ranks`: ranks with a CPU each, near each other."""
+        """Implement `Cluster.ranks`: ranks with a CPU each, placed near each other."""
         return RayRanks(self._ray, self._sent, spec or RankSpec(), fixed=self._fixed)
 
 
@@ -152,7 +152,7 @@ class RayRanks:
         return [self._answer(x.run.options(name=request.label).remote(shared, *columns)) for x in self._actors]
 
     def _stream(self, refs: Any) -> Future[RankReply]:
-        """The future of the first reply; each reply holds the future of the next."""
+        """Return the future of a stream's first reply; each reply holds the future of the next."""
         first: Future[RankReply] = Future()
 
         def listen(future: Future[RankReply]) -> None:

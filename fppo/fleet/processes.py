@@ -27,17 +27,17 @@ from fppo.runtime.launch import visible
 from fppo.runtime.parent import end_with, in_words, kill_session, start_python
 from fppo.runtime.stores import LOOPBACK, listening, loopback_only, new_token
 
-_METHOD = "forkserver"  # a process that has imported torch, of which each rank is a copy
+_METHOD = "forkserver"  # each rank is a copy of a process that has imported torch
 _ON_GPUS = "spawn"  # imports in that process may already have queried CUDA's devices
 
 
 class Processes:
     """The ranks of a mesh as processes of this machine: `Group("actor", Processes(RankSpec(count=2)))`.
 
-    `gpus` are the numbers of each rank's GPUs here; it sees no others. Functions that are sent must be importable, by
-    the rules of multiprocessing. A tensor that several pools with one `sent` send is written once. With an
-    `environment` each rank is a new Python with these variables alone; it may start processes, which end with it, and
-    it prints to standard error.
+    `gpus` are the numbers of each rank's GPUs on this machine; a rank sees no other GPUs. Functions that are sent must
+    be importable, by the rules of multiprocessing. A tensor that several pools send is written once if they share one
+    `sent`. With an `environment` each rank is a new Python with these variables alone; it may start processes, which
+    end with it, and it prints to standard error.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class _Child:
                     future.set_exception(over)
 
     def _pass_on(self, lost: RankLost | None) -> tuple[bool, RankLost | None]:
-        """Wait for the next reply and resolve it, without keeping a reference meanwhile. Returns whether it was the
-        last one, and the loss of the process, if any."""
+        """Wait for the next reply and resolve its future, without keeping a reference meanwhile. Returns whether there
+        is nothing more to wait for, and the loss of the process, if any."""
         if (future := self._asked.get()) is None:
             return True, lost
         try:
@@ -216,13 +216,14 @@ class _Python:
 
 
 def serve(descriptor: str, parent: str) -> None:
-    """Serve as a rank, in a new Python interpreter."""
+    """Serve as a rank in a new Python interpreter, over the connection with this descriptor, until process `parent`
+    ends."""
     end_with(int(parent))
     _serve(Connection(int(descriptor)), None)
 
 
 def _serve(line: Connection, gpus: str | None) -> None:
-    """Serve as a rank that sees only these GPUs."""
+    """Serve as a rank over the connection `line`; the rank sees only the GPUs in `gpus` (None: no restriction)."""
     if gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # CUDA reads the variable at its first use
     end_with(os.getppid())

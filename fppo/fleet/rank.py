@@ -52,7 +52,7 @@ class _Own:
 
 @attrs.frozen
 class RankRequest:
-    """A call: `packed` is (fn, args, kwargs)."""
+    """A call of a function on a rank: `packed` is (fn, args, kwargs)."""
 
     number: int
     packed: PackedTree
@@ -66,7 +66,7 @@ class RankRequest:
 @attrs.frozen
 class RankReply:
     """The outcome of a call. Only the first rank sends results. Each item of a stream is a reply of its own, whose
-    `rest` is the next reply."""
+    `rest` is a future of the next reply."""
 
     packed: PackedTree | None
     large: list[np.ndarray]
@@ -77,7 +77,7 @@ class RankReply:
     rest: Future[RankReply] | None = None
 
     def linked(self, large: list[np.ndarray]) -> RankReply:
-        """Attach the reply's large tensors and, if another reply follows, its future."""
+        """Copy the reply with its `large` tensors and, if another reply follows, a new future for it in `rest`."""
         return attrs.evolve(self, large=large, rest=Future() if self.more else None)
 
 
@@ -85,9 +85,10 @@ class RankReply:
 class RankSpec:
     """The ranks of a group: their number, their mesh, and the resources of each.
 
-    `sizes` are those of the mesh's axes, from the slowest; without them all ranks are on the shard axis. Each rank has
-    this number of `gpus`, or a share of one, and sees no others; "cuda" as its `device` is the first of them. Raises
-    ValueError for ranks of one mesh that would share a GPU, which NCCL refuses, and for part of a second one.
+    `sizes` are the sizes of the mesh's axes, from the slowest; by default all ranks are on the shard axis. Each rank
+    has this number of `gpus`, or a share of one, and sees no others; "cuda" as its `device` is the first of them.
+    Raises ValueError for ranks of one mesh that would share a GPU, which NCCL refuses, and for `gpus` above 1 that are
+    no whole number.
     """
 
     count: int = 1
@@ -167,7 +168,7 @@ class Rank:
         self._here = Here(attrs.evolve(mesh, ring=spec.ring), device, member.rank)
 
     def run(self, request: RankRequest, large: list[np.ndarray]) -> RankReply:
-        """Run a call. An error becomes a reply too."""
+        """Run a call and return its reply. An error of the function becomes a reply too."""
         for key in request.forget:
             self._held.pop(key, None)
         start = time.perf_counter()
@@ -223,7 +224,7 @@ class Rank:
             yield from (own[leaf] for leaf in leaves)
 
     def _kept(self, request: RankRequest, value: Any) -> Any:
-        """Keep the results that stay, and put stand-ins in their place."""
+        """Keep the results that stay on the rank, and return the value with a `Stayed` in place of each."""
         if not request.stays:
             return value
         whole = self._apart(value)
@@ -249,7 +250,8 @@ class Rank:
         return Stayed(part, outline, here, plain=[x for x, stay in zip(leaves, here, strict=True) if not stay])
 
     def _apart(self, x: Any) -> bool:
-        """Whether each pipeline stage has other entries of this value: a dict of tensors by name, like parameters."""
+        """Whether a value is a mapping that has other entries on each pipeline stage: a dict of tensors by name, like
+        parameters."""
         if not isinstance(x, dict) or self._here.mesh["pipeline"].size == 1:
             return False
         return all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(x))

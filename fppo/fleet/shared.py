@@ -1,9 +1,9 @@
 """Memory that processes of one machine share, and messages whose large arrays are placed in it.
 
-The memory is an anonymous file (memfd_create). It is in no directory, the size of /dev/shm does not limit it, and it is
-freed when the last process that has it open or mapped closes it or dies. Arrays of a message are written once, and all
-receivers read them without a copy; without such memory they go through the pipe. Weights arrive in many pieces, which
-are written into the same memory one after the other.
+The memory is an anonymous file (memfd_create). The file is in no directory, the size of /dev/shm does not limit it, and
+it is freed when the last process that has it open or mapped closes it or dies. Arrays of a message are written once,
+and all receivers read them without a copy; without such memory they go through the pipe. Weights arrive in many pieces,
+which are written into the same memory one after the other.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Memory:
         return places
 
     def get(self, spans: Sequence[tuple[int, int]], device: torch.device = CPU) -> list[np.ndarray]:
-        """The uint8 arrays [size] at these (start, size) spans: copies, or for a `device` other than the CPU views,
-        which must be copied to it before the next `put`."""
+        """The uint8 arrays [size] at these (start, size) spans. They are copies or, for a `device` other than the CPU,
+        views, which must be copied to the device before the next `put`."""
         if device.type == "cpu":
             return [_read(self.file, start, size) for start, size in spans]
         pages = self._mapped(os.fstat(self.file).st_size).numpy()
@@ -107,7 +107,7 @@ class Parcel:
 
 
 def put(arrays: Sequence[np.ndarray]) -> list[ArrayPlace] | None:
-    """Copy arrays of bytes to new memory and return their places; None if none is available."""
+    """Copy arrays of bytes to new shared memory and return their places; None if no memory is available."""
     try:
         return Memory().put(arrays) if arrays else []
     except (AttributeError, OSError):  # a system without memfd, without free descriptors, or without room
@@ -157,7 +157,8 @@ class PipeLane:
                 os.close(file)
 
     def _sent(self, data: bytes, beside: list[Any], files: list[int]) -> bool:
-        """Send one parcel; False if more files are in flight than the system allows."""
+        """Send one parcel: the pickled message `data`, the arrays or places `beside` it, and the open `files` of shared
+        memory. Returns False if more files are in flight than the system allows."""
         pickled = pickle.dumps(beside, pickle.HIGHEST_PROTOCOL) if beside else b""
         whole = memoryview(b"".join((_HEAD.pack(len(files), len(data), len(pickled)), data, pickled)))
         begun = 0
@@ -184,14 +185,14 @@ class PipeLane:
 
 
 def _mapped(file: int, size: int) -> np.ndarray:
-    """Map the first bytes of a file in memory, privately: nobody else sees what is written there."""
+    """Map the first `size` bytes of a file in memory, privately: no other process sees what is written to the array."""
     with contextlib.suppress(RuntimeError):  # torch's mapping keeps no descriptor open, unlike Python's mmap
         return torch.from_file(f"/proc/self/fd/{file}", shared=False, size=size, dtype=torch.uint8).numpy()
     return _read(file, 0, size)
 
 
 def _read(file: int, start: int, size: int) -> np.ndarray:
-    """Copy bytes out of a file."""
+    """Copy the `size` bytes of a file from byte `start` on."""
     array = torch.empty(size, dtype=torch.uint8).numpy()  # torch aligns the memory
     rest = array.data
     while rest:
