@@ -49,7 +49,7 @@ class Memory:
 
     @staticmethod
     def at(path: str) -> Memory:
-        """Attach the memory of another process, which reuses it."""
+        """Open the memory of another process at this path, for repeated use."""
         return Memory(os.open(path, os.O_RDWR), reused=True)
 
     def put(self, parts: Sequence[np.ndarray | Tensor]) -> list[ArrayPlace]:
