@@ -228,8 +228,8 @@ def _side_by_side(shapes: Mapping[str, torch.Size], names: Sequence[str], factor
 def decoder_of(
     skeleton: PreTrainedModel, linear: Callable[..., Tensor] = plain, *, packs: bool = False
 ) -> Decoder | None:
-    """The decoder of a skeleton, inside `bind`, with the kernel `linear` for linear layers; None if the skeleton, or a
-    module in it, is of an unknown class. With `packs`, weights are copied into the layout of oneDNN's products."""
+    """Make the decoder of a skeleton, inside `bind`, with the kernel `linear` for linear layers; None if the skeleton,
+    or a module in it, is of an unknown class. With `packs`, weights are copied into the layout of oneDNN's products."""
     base: Any = skeleton
     kind = type(base).__module__
     if kind not in KINDS or not all(_known(module, kind) for module in base.modules()):

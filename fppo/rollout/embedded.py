@@ -483,8 +483,8 @@ def _stop_table(sampling: Sampling, size: int, device: torch.device) -> Tensor:
 
 
 def _survivors(done: Tensor, left: int) -> tuple[Tensor, Tensor]:
-    """Choose a live row for each of the first `left` places; `left` is the number of live rows, not `done`. Returns
-    these rows [left], and the places whose own rows are done, which later live rows fill."""
+    """Choose a live row for each of the first `left` places; `left` rows are live, that is, not `done`. Returns these
+    rows [left], and the places whose own rows are done, which later live rows fill."""
     keep = torch.arange(left, device=done.device)
     holes = done[:left].nonzero()[:, 0]
     keep[holes] = left + (~done[left:]).nonzero()[:, 0]

@@ -268,7 +268,7 @@ class EmbeddedRequests:
         return row.context is not None and (not self._in_passes or len(row.unread) <= _FEW)
 
     def _place(self, rows: Sequence[OpenRow], contexts: Sequence[RowContext]) -> None:
-        """Give rows places, from which they continue these contexts."""
+        """Give rows places among the rows that decode; each continues its own of the `contexts`."""
         self._places.join(contexts, [row.most for row in rows], [row.request.adapter for row in rows])
         self._live += rows
 

@@ -97,7 +97,7 @@ class _Replica:
     group: Group
     generate: Any
     params: Params | None = None
-    origin: CopyOrigin | None = None  # of these weights
+    origin: CopyOrigin | None = None  # the source of these weights
     lost: Lost | None = None  # why it died, until it is up again
     gone: bool = False  # it is not started again
 
@@ -209,7 +209,8 @@ class EnginePool:
             self._send([replica for replica in self._replicas if replica.lost is None], params, 0)
 
     def _tell(self, work: _RolloutWork) -> None:
-        """Warn of engines that died since the last time. Raises the error of unfinished work."""
+        """Warn of engines that died since the last call. Raises the error of `work` if it failed, and GroupDied if
+        engines did not finish it."""
         with self._changed:
             deaths, self._told = self._deaths[self._told :], len(self._deaths)
         limit = self._restarts.limit
@@ -265,7 +266,7 @@ class EnginePool:
             replica.lost = None
 
     def _serve(self, replica: _Replica, work: _RolloutWork) -> None:
-        """Have the engine answer a request."""
+        """Have the engine answer the next request of `work`; weights that it lacks are sent first."""
         number = None
         try:
             if not replica.holds(work.params, work.ask.version):

@@ -44,8 +44,8 @@ class RowContext(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Tokens to prefill after a context, or a whole prompt with its images. `adapter` is used for them (None: the
-    policy itself), and `asked` are the scores to compute."""
+    """Tokens to prefill: new tokens after a context, or a whole prompt with its images. They run with `adapter` (None:
+    the policy itself), and `asked` are the scores to compute."""
 
     ids: Sequence[int]
     context: RowContext | None = None

@@ -91,8 +91,8 @@ def tensor_of(values: Sequence[float], dtype: torch.dtype) -> Tensor:
 
 
 def number_rows(ask: Ask, device: torch.device) -> Tensor:
-    """Number the rows of a rollout: response j to the prompt with row id i is row i * n + j. Returns int64 [B * n],
-    with the n responses to a prompt adjacent."""
+    """Number the rows of a rollout: response j to the prompt with row id i is row i * n + j. Returns the numbers [B *
+    n], with the n responses to a prompt adjacent."""
     n = ask.sampling.n
     return (ask.prompts.row_ids.to(device)[:, None] * n + torch.arange(n, device=device)).flatten()
 

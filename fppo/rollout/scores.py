@@ -108,7 +108,8 @@ class DrawnScores(NamedTuple):
 
 
 class ScoredPrompt(NamedTuple):
-    """A request's scores of a prompt, and how its alternatives are drawn."""
+    """The scores of a prompt that a request asks for, and the sampling settings, key and row that its `Scores.draws`
+    depend on."""
 
     scores: Scores
     sampling: Sampling

@@ -231,13 +231,14 @@ class TurnsEngine:
         return reply
 
     def _extras(self, chain: Chain, opening: Sequence[Message], sampling: Sampling) -> dict[str, Any]:
-        """A row's additional extras."""
+        """The extras that this engine adds to a row: failures, an episode's numbers, and a game's opening, draws and
+        turns."""
         more: dict[str, Any] = {FAILURES: chain.failures} if chain.failures else {}
         if self.tools.judges:
             more[INFO] = chain.info
             more |= {WHY: printable(chain.why, 400)} if chain.failures else {}
         if self.draws is not None:
-            reply, ids = self._replies(sampling), chain.reply_ids  # none where there was no room after a turn
+            reply, ids = self._replies(sampling), chain.reply_ids  # no ids where there was no room after a turn
             said = [reply(own, cut=False).text for own in chain.turns]
             last = [reply(ids, cut=chain.finish != "stop").text] if ids else []
             shown = opening[-1]

@@ -84,7 +84,8 @@ class LocalHost:
             self.call("fppo_take_in", tensors)
 
     def take_in_from(self, path: str, packed: PackedTree, spans: Sequence[tuple[int, int]]) -> None:
-        """Load weights from the memory of another process of this machine."""
+        """Load weights from the memory at `path` of another process of this machine; large tensors are in the `spans`
+        of bytes."""
         with _as_sync_error():
             self.call("fppo_take_in_from", path, packed, spans)
 

@@ -55,7 +55,8 @@ def metadata(
 
 
 def transfer_info(options: VllmOptions, bucket_bytes: int) -> Any:
-    """The trainer's side of the chosen transport, on a free port."""
+    """Describe the trainer's side of `options.transport` to vLLM, with buffers of `bucket_bytes`; NCCL gets a free
+    port. Raises ValueError without a GPU."""
     if not torch.cuda.is_available():
         raise ValueError(f"transport = {options.transport!r} is between GPUs, and torch sees none here: give auto")
     sizes = {"packed": True, "packed_buffer_size_bytes": bucket_bytes}
@@ -104,7 +105,7 @@ class WeightTransfer:
             raise EngineFailure(f"vLLM's weight transfer by {info.backend!r} did not start: {error}") from error
 
     def send(self, metas: list[Meta], buckets: Iterator[Bucket], how: How) -> tuple[dict[str, str], list[str]]:
-        """Send these tensors; return the result of `Host.end_load`."""
+        """Send the tensors of all buckets, which `metas` describe; return the result of `Host.end_load`."""
         self._source.metas, self._source.buckets = metas, buckets
         self._client.how, self._client.died = how, None
         try:
