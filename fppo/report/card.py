@@ -111,7 +111,7 @@ def _data_set(path: str) -> str | None:
 
 
 def _named(path: str) -> str:
-    """A name of the hub, or the last part of a path: others' machines have other directories."""
+    """A name on the hub, or the last part of a path, since directories differ between machines."""
     return path if _on_hub(path.partition(":")[0]) else Path(path).name
 
 
@@ -207,7 +207,7 @@ def _training(exported: Exported, records: Sequence[Mapping[str, Any]]) -> list[
 
 
 def _evaluation(records: Sequence[Mapping[str, Any]]) -> str:
-    """A table of the held-out metrics, first and last; "" without any."""
+    """A table of the held-out metrics, first and last; "" if there are none."""
     rows = []
     for each in held_out.held_out(dict.fromkeys(name for record in records for name in record)):
         if line := points(records, each.metric):

@@ -177,7 +177,7 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 
 def short(value: float, digits: int = 3) -> str:
-    """Format a number in few characters, with at most so many digits."""
+    """Format a number in few characters, with at most `digits` digits."""
     size = abs(value)
     if value == 0 or 0.001 <= size < 1000:
         return f"{value:.{digits}g}"
@@ -189,7 +189,7 @@ def short(value: float, digits: int = 3) -> str:
 
 
 def columns_of(count: int, most: Sequence[int] = (3, 4, 2, 5)) -> int:
-    """The number of charts in a row, chosen so that no row has a single one."""
+    """The number of charts in a row: the first of the numbers `most` that leaves no chart alone in a row."""
     fitting = [columns for columns in most if columns <= count and count % columns != 1]
     return next(iter(fitting), max(min(most[0], count), 1))
 
@@ -265,9 +265,10 @@ def _labelled(values: Sequence[float]) -> list[tuple[float, str]]:
 
 
 def axis_range(values: Sequence[float], least: float = 0.0) -> tuple[float, float]:
-    """The range of an axis for the values: at least `least` and 2 % of the largest wide, so that noise looks small.
+    """The range of an axis for the values: at least as wide as `least` and as 2 % of the largest, so that noise looks
+    small.
 
-    Values that are never negative have an axis from 0 or more; zeros alone one up to `least`, or 1.
+    If no value is negative, the axis begins at 0 or above; if all are 0, it ends at `least`, or at 1 if `least` is 0.
     """
     low, high = min(values), max(values)
     narrow = max(least, 0.02 * max(abs(low), abs(high))) or 1.0

@@ -118,8 +118,8 @@ def collect(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str] = ())
 
 
 def write_png(comparison: Comparison, path: Path, *, x: str = "step") -> None:
-    """Write a picture with a panel for each metric: each variant's mean over seeds with its 95 % confidence, over
-    `x`."""
+    """Write a picture with a panel for each metric: each variant's mean over seeds with its 95 % confidence. `x` is the
+    label of the horizontal axis."""
     picture(comparison, x=x).savefig(path, dpi=130, metadata={"Software": None})
 
 

@@ -87,7 +87,8 @@ def diff(first: Path, second: Path) -> Diff:
 
 
 def _rounded(differences: Mapping[int, Difference]) -> Iterator[str]:
-    """A line on the steps in which only columns that metrics alone read differ, at rounding."""
+    """A line on steps that differ by rounding alone, in columns that only metrics are computed from; no line without
+    such steps."""
     if differences:
         sizes = {x.leaf: x.size for each in differences.values() for x in each.leaves}
         shown = ", ".join(f"{leaf} (by {size})" for leaf, size in [*sizes.items()][:SHOWN])
@@ -197,14 +198,14 @@ def _apart(x: Any, y: Any) -> float:
 
 
 def _weight(x: Any, y: Any) -> float:
-    """How far apart two numbers are for their order in a line: relative to the larger one, unless they differ by no
-    more than rounding in numbers of about 1, as metrics that should be 0 do."""
+    """The sort weight of two numbers that differ: the difference relative to the larger one, or to 1 at least if it is
+    no more than rounding, as for metrics that should be 0."""
     apart = _apart(x, y)
     return apart if apart <= _ROUNDING or math.isinf(apart) else abs(x - y) / max(abs(x), abs(y))
 
 
 def _extent(common: Sequence[int], a: _RecordedRun, b: _RecordedRun) -> str:
-    """The extent of the equality of these steps: bit for bit, or by metrics alone."""
+    """Describe how far these steps are equal: bit for bit, or by metrics alone."""
     both = [step for step in common if step in a.digests and step in b.digests]
     alike = [step for step in both if _kind(a.digests[step]) == _kind(b.digests[step])]
     if not alike:

@@ -71,7 +71,7 @@ def tiles(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> 
 
 
 def _change(caption: str, before: float, after: float, note: str, *, share: bool = True) -> Tile:
-    """A tile of a change; numbers from 0 to 1 as per cents, with the gain in points."""
+    """A tile of a number before and after. With `share`, numbers from 0 to 1 are per cents, with the gain in points."""
     if share and min(before, after) >= 0 and max(before, after) <= 1:
         return Tile(caption, f"{before:.1%} → {after:.1%}", f"{100 * (after - before):+.1f} points; {note}")
     return Tile(caption, f"{before:.3f} → {after:.3f}", f"{after - before:+.3f}; {note}")

@@ -35,7 +35,7 @@ class Bar(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The role of the bar."""
+        """The role that the bar's name belongs to."""
         return _ROLE.get(self.name, OTHER)
 
 

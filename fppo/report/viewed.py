@@ -111,7 +111,7 @@ def _steps_without_metrics(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Records of steps that other files hold and the metrics do not, and messages on steps without metrics.
 
-    The rows of a step may be written before its metrics: one more step is no loss.
+    One step beyond the metrics is no loss, since the rows of a step may be written before its metrics.
     """
     present = {line.get("step") for line in lines}
     last = max((step for step in present if step is not None), default=0)

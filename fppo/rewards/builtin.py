@@ -45,7 +45,8 @@ class RegularExpression:
         return {"score": float(answer.strip() in texts_of(sample.ground_truth)), "answer": answer.strip()}
 
     def reward_complaint(self, truth: Any) -> str | None:
-        """The fault of a ground truth: the pattern's group matches none of its texts."""
+        """The fault of a ground truth: it has no text, or the pattern's group matches none of its texts; None without a
+        fault."""
         if not self.pattern.groups:
             return None
         if (wrong := complaint(truth)) is not None or (group := _first_group(self.pattern)) is None:
@@ -59,8 +60,8 @@ _PLAIN_GROUP = re.compile(r"(?:\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^()\\\[])*", re.D
 
 
 def _first_group(pattern: re.Pattern[str]) -> re.Pattern[str] | None:
-    """A pattern that matches a text if the first group matches all of it but white space; None if the group depends on
-    its surroundings, or holds groups."""
+    """A pattern that matches a text if the first group of `pattern` matches all of it but white space; None without a
+    group, and for a group that depends on its surroundings or holds groups."""
     text, place = pattern.pattern, 0
     while place < len(text):
         before = _PLAIN_GROUP.match(text, place)
@@ -79,7 +80,7 @@ def _first_group(pattern: re.Pattern[str]) -> re.Pattern[str] | None:
 
 
 def regular_expression(*, pattern: str) -> RegularExpression:
-    """1 where `pattern` matches in the response, else 0.
+    """A reward of 1 where `pattern` matches in the response, else 0.
 
     If the pattern has a group, the last match's first group must also equal the ground truth up to surrounding white
     space. Raises ValueError for an invalid pattern.
@@ -115,7 +116,8 @@ def math_verify(sample: Sample, *, expressions: bool = False) -> dict[str, Any]:
 
 
 def _math_complaint(truth: Any) -> str | None:
-    """The fault of a ground truth: it does not score its own text."""
+    """The fault of a ground truth: it has no text, or its own text as a response does not score 1; None without a
+    fault."""
     if (wrong := complaint(truth)) is not None or mathematics.is_plain(truth):
         return wrong
     _prepare_math_verify()

@@ -43,10 +43,11 @@ class LanguageJudge:
 
     The question is `template` with {prompt}, {response} and {ground_truth} filled in, with `chat` through the chat
     template of `tokenizer`; `rollout_tokenizer` decodes the rollout. A question of more than `max_prompt_tokens` loses
-    its middle. The score is the number in the group of the last match of `pattern` in the answer; without one the
+    its middle. The score is the number in the group of the last match of `pattern` in the answer; without a match the
     response has no score. Answers depend on the key, the row's id and the question alone. On a `mesh` all ranks hold
-    all rows; each asks about its share, ranks of the axes `together` about the union of their shares, and all get all
-    scores. Question tokens from `vocabulary` on, the rows of the model's embedding, are left out.
+    all rows; each scores a share of the rows, and all get all scores. Ranks that differ on the axes `together` alone
+    use the engine jointly, for the union of their shares. Question tokens from `vocabulary` on, the rows of the model's
+    embedding, are left out.
     """
 
     engine: Engine
@@ -82,7 +83,8 @@ class LanguageJudge:
         return scores, report, unparsed == 0
 
     def _verdicts(self, rollout: Rollout) -> Tensor:
-        """For each row its score, 1 for an answer without one, and 1 for a cut question; float64 [B, 3]."""
+        """For each row its score (0 for an answer without one), 1 for an answer without a score, and 1 for a cut
+        question; float64 [B, 3]."""
         questions = [self._encoded(sample) for sample in samples_of(rollout, self.rollout_tokenizer)]
         limit, head = self.max_prompt_tokens, self.max_prompt_tokens // 2
         kept = [ids if len(ids) <= limit else [*ids[:head], *ids[head - limit :]] for ids in questions]

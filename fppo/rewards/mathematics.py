@@ -48,9 +48,9 @@ class _Answered(NamedTuple):
 
 
 def judged(response: str, truth: Any, *, expressions: bool = False) -> tuple[float, str | None]:
-    """Judge a response: 1 if its answer equals the truth, else 0; and the answer as text, None without one.
+    """Judge a response: 1 if its answer equals the truth, else 0; and the answer as text, None if it has none.
 
-    The answer is in the response's boxes, or, without any, what math-verify finds in its text. With `expressions` all
+    The answer is in the response's boxes or, without boxes, is found by math-verify in its text. With `expressions` all
     that equals the truth is right. Raises ValueError for a truth that cannot be parsed.
     """
     import math_verify as library
@@ -70,12 +70,12 @@ def judged(response: str, truth: Any, *, expressions: bool = False) -> tuple[flo
 
 
 def own_answer(truth: Any) -> str:
-    """A response that says the truth, and nothing else. Raises ValueError as `texts_of`."""
+    """A response that says the truth, and nothing else. Raises ValueError as `texts_of` does."""
     return _marked(texts_of(truth)[0])
 
 
 def is_plain(truth: Any) -> bool:
-    """Whether a truth is a plain number, which scores its own text without being tried."""
+    """Whether a truth is a plain number. Such a truth scores its own text, and is not tried."""
     return re.fullmatch(rf"-?{_NUMBER}", texts_of(truth)[0]) is not None
 
 
@@ -155,7 +155,7 @@ def _is_answer(read: _Answered, gold: _Answered) -> bool:
 
 def is_literal(text: str) -> bool:
     """Whether a text is a number, a fraction that is no whole number, a percentage or a power of ten, with a unit or
-    without, or several of these, as sets and intervals have; of an equation its right side."""
+    without, or several of these, as sets and intervals have. Of an equation the right side counts."""
     if len(text) > _LONGEST:
         return False
     text = _EQUALS.split(text.replace("\N{MINUS SIGN}", "-"))[-1]

@@ -10,7 +10,7 @@ FIELDS = ("prompt", "response", "ground_truth")
 
 
 def template_problem(template: str) -> str | None:
-    """The fault of a question's template and its remedy; None without one."""
+    """The fault of a question's template and its remedy; None if it has no fault."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
@@ -22,7 +22,7 @@ def template_problem(template: str) -> str | None:
 
 
 def pattern_problem(pattern: str) -> str | None:
-    """The fault of a regular expression for scores and its remedy; None without one."""
+    """The fault of a regular expression for scores and its remedy; None if it has no fault."""
     try:
         groups = re.compile(pattern).groups
     except re.error as error:

@@ -121,8 +121,8 @@ def means(scored: Scored) -> Metrics:
 
 
 def _total(terms: Sequence[RewardTerm], scores: Mapping[str, Tensor], count: int, device: torch.device) -> Tensor:
-    """The weighted sum [B] float64 of the terms for `count` rows; a term of weight 0 adds nothing, not even nan, and
-    without any it is 0."""
+    """The weighted sum [B] float64 of the terms' scores for `count` rows, 0 if there are no terms. A term of weight 0
+    adds nothing, not even nan."""
     import torch
 
     added = (term.weight * scores[term.name] for term in terms if term.weight)

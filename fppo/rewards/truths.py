@@ -44,10 +44,10 @@ def complaint(truth: Any) -> str | None:
 
 
 def check_truths(reward: Reward, truths: Iterable[tuple[str, Any]]) -> None:
-    """Raise DataError for ground truths, given with the places of their rows, that a function of the reward cannot
-    score, or does not score 1 when they are the whole response: every response would be wrong.
+    """Check ground truths, given with the places of their rows. Raises DataError for truths that a function of the
+    reward cannot score, or does not score 1 as the whole response: every response would be wrong.
 
-    Such a function has `reward_complaint`, a function of a truth that returns what is wrong with it, or None.
+    The function's attribute `reward_complaint` makes the check: from a truth it returns the fault, or None.
     """
     problems, known = Problems(), dict[tuple[str, str], str | None]()
     every = {term.name: getattr(term.fn, "reward_complaint", None) for term in as_sum(reward).terms}

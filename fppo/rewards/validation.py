@@ -54,7 +54,8 @@ def summarize(batches: Sequence[Scored], *, n: int) -> Metrics:
 
 
 def _of_prompt(scores: Sequence[float], answers: Sequence[str | None] | None, n: int) -> dict[str, float | None]:
-    """The metrics of a prompt with n responses, given the scores of those that have one; None for too few."""
+    """The metrics of a prompt with `n` responses, from the scores and answers of those with a score; None for a metric
+    that needs more of them."""
     result: dict[str, float | None] = {f"mean@{n}": math.fsum(scores) / len(scores) if scores else None}
     for k in sizes(n):
         enough = k <= len(scores)
@@ -100,7 +101,8 @@ def majority_at_k(scores: Sequence[float], answers: Sequence[str | None], k: int
 
 
 def _share_of_votes(counts: Sequence[int], count: int, k: int) -> float:
-    """The probability that an answer with `count` responses wins among k drawn; with t ties it wins 1 / (t + 1)."""
+    """The probability that an answer with `count` responses wins among k drawn; `counts` has the responses of every
+    answer. With t ties it wins 1 / (t + 1)."""
     others = list(counts)
     others.remove(count)
     won = 0.0

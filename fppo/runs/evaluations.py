@@ -31,8 +31,8 @@ _NAME = re.compile(r"val-(?:core|aux)/(.+)/(mean@\d+|(?:best|maj)@\d+/mean)")
 def kept(
     evaluate: EvaluateRun, place: Callable[[int], Path], tokenizer: Any, mesh: Mesh, *, truth: Path | None = None
 ) -> Evaluate:
-    """Extend an evaluation to write its responses to the file at `place(step)` and, if exact values are known, some
-    responses with them to a file of the directory `truth`."""
+    """Extend an evaluation to write its responses to the file `place(step)`. If exact values are known, some responses
+    are written with these to a file of the directory `truth`."""
 
     def evaluation(run: RunState) -> Metrics:
         def keep(scored: Sequence[Scored]) -> None:

@@ -54,7 +54,8 @@ class Failures:
         self.count = 0  # calls that have failed
 
     def attempt(self, when: str, call: Callable[[], None], *, ends: tuple[type[BaseException], ...] = ()) -> None:
-        """Call a function; errors of the types `ends` are raised."""
+        """Call a function and catch its errors, except those of the types `ends`. A message says `when` the first
+        occurred."""
         try:
             call()
         except ends:
@@ -97,10 +98,10 @@ class Queued:
     """A tracker behind a queue, opened by `make` and called in a thread of its own: `log` and `log_samples` return at
     once.
 
-    Up to `room` steps and the samples of `tables` steps wait; what comes while so many do is dropped and counted. At
-    close the tracker has `patience` seconds for what waits; the rest is dropped. Drops and failures are printed on
-    standard error, the first of each at once and their number at the end. Raises the errors of `make`, and NotStarted
-    if it takes more than `opening` seconds.
+    Up to `room` steps and the samples of `tables` steps wait in the queue; while it is full, further ones are dropped
+    and counted. At close the tracker has `patience` seconds for all that waits; the rest is dropped. Drops and failures
+    are printed on standard error, the first of each at once and their number at the end. Raises the errors of `make`,
+    and NotStarted if it takes more than `opening` seconds.
     """
 
     def __init__(

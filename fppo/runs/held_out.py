@@ -61,7 +61,8 @@ def held_out(metrics: Iterable[str]) -> list[HeldOut]:
 
 
 def _split(name: str, place: str, kind: str, sources: Iterable[str]) -> HeldOut:
-    """A metric of fppo's own evaluation; for an unknown source the measure is the part after the last slash."""
+    """The metric `name` of fppo's own evaluation, whose `place` is SOURCE/MEASURE. For an unknown source the measure is
+    the part after the last slash."""
     source = max((x for x in sources if place.startswith(f"{x}/")), key=len, default=place.rpartition("/")[0])
     return HeldOut(name, source, place[len(source) :].removeprefix("/"), kind)
 
@@ -97,6 +98,7 @@ def sources(metrics: Iterable[str]) -> list[str]:
 
 
 def repeated(measures: Mapping[str, object]) -> list[str]:
-    """The first term of the reward, by measure in the order of `held_out`, if its numbers equal the reward's."""
+    """A list with the first term of the reward, if its numbers equal the reward's; else empty. `measures` has the
+    numbers by measure, in the order of `held_out`."""
     terms = [name for name in measures if name != REWARD and "@" not in name][:1]
     return [name for name in terms if measures[name] == measures.get(REWARD)]

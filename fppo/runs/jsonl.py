@@ -72,7 +72,7 @@ def gone(path: str | os.PathLike[str], first: int, last: int, *, every: int = 1)
 def missing(
     path: str | os.PathLike[str], present: Collection[int | None], first: int, last: int, *, every: int = 1
 ) -> list[str]:
-    """A message on the steps `first` to `last` that are not `present` in a file; none without such steps.
+    """A list with a message on the steps `first` to `last` that are not `present` in a file; empty without such steps.
 
     With `every` only its multiples are expected; 0: no steps are.
     """
@@ -89,7 +89,7 @@ class JsonLines:
 
     Lines of step `first_step` or later, and an incomplete last line, are dropped at the start: a resumed run writes
     them again. The file is replaced atomically for that, so a kill at that moment loses nothing; a file with damaged
-    lines is copied to a name ending in `.damaged`. The `newest` lines are kept, None: all.
+    lines is copied to a name ending in `.damaged`. Of the others the `newest` lines are kept (None: all).
     """
 
     def __init__(self, path: str | os.PathLike[str], *, first_step: int = 0, newest: int | None = None) -> None:

@@ -41,11 +41,11 @@ def open_loggers(
 ) -> list[Logger]:
     """Open the console, metrics.jsonl, and then the loggers called `names`, for a run of `steps` steps.
 
-    `first_step` is the first step to be logged: lines of an earlier process from it on are dropped. `settings` go to
-    trackers and to users' loggers, which functions in `own` make, by their names. Raises ValueError for an unknown
-    name, for a logger whose package is not installed, and at the first start of a run for one that fails to start; a
-    run that goes on does so without it, and says so. Later failures, except of metrics.jsonl, do not end the run, and
-    slow trackers do not hold it up (`guards`).
+    `first_step` is the first step to be logged: lines of an earlier process from it on are dropped. Trackers get
+    `project`, `entity` and `group`, as far as they have them, and `settings`. `own` are functions that make users'
+    loggers, by name. Raises ValueError for an unknown name, for a logger whose package is not installed and, at the
+    first start of a run, for a logger that fails to start; a resumed run prints a line and continues without that
+    logger. Later failures, except of metrics.jsonl, do not end the run, and slow trackers do not hold it up (`guards`).
     """
     run_dir = Path(run_dir)
     known = [*ALWAYS, *TRACKERS, *own]
@@ -73,7 +73,8 @@ def open_loggers(
 
 
 def _tracker(name: str, run: Tracked, own: Mapping[str, Callable[..., Logger]]) -> Queued | None:
-    """A tracker, started; None, and a printed line, for one that fails to. Raises NotStarted if the run only begins."""
+    """A tracker, started. If it fails to start, a new run raises NotStarted, and a resumed one prints a line and gets
+    None."""
     make = partial(own_logger, name, own[name], run) if name in own else partial(start, name, run)
     try:
         return Queued(name, make)
@@ -212,7 +213,8 @@ def held_out_summary(metrics: Mapping[str, float]) -> Shown:
 
 
 def fitting(shown: Shown, room: int, *, least: int = 0) -> Shown:
-    """The pairs that fit into `room` columns, by priority, with numbers at least `least` wide; at least one."""
+    """The pairs that fit into `room` columns, the most important first kept; numbers count as at least `least` columns
+    wide. At least one pair is kept."""
     kept = list(shown)
     ranks = {label: place for place, label in enumerate(IMPORTANT)}
     while len(kept) > 1 and sum(len(label) + max(len(number), least) + 3 for label, number in kept) > room:

@@ -75,7 +75,7 @@ class Profiles:
 
 
 def counts(events: Mapping[str, int]) -> dict[str, float]:
-    """The counts of GPU launches and of host waits among events; empty without launches."""
+    """The numbers of GPU launches and of host waits, from the count of each event by name; {} without launches."""
     launches, syncs = (sum(events.get(name, 0) for name in names) for names in (_LAUNCHES, _SYNCS))
     return {"perf/launches": float(launches), "perf/host_syncs": float(syncs)} if launches else {}
 
@@ -104,7 +104,8 @@ KEPT = 100  # the newest steps that a file keeps when it is truncated, at twice 
 class Tracer:
     """Write a line for each step: the spans of its stages and its calls to pools, in seconds since 1970.
 
-    `calls()` returns the calls since its last call. Lines of `first_step` and later are dropped at the start.
+    `calls()` returns the calls to pools since it was last called. Lines of `first_step` and later are dropped at the
+    start.
     """
 
     def __init__(self, path: Path, calls: Callable[[], Sequence[Call]], *, first_step: int = 0) -> None:

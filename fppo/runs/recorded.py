@@ -42,11 +42,13 @@ class RecordedRun:
         return pd.DataFrame(lines).groupby("step").first() if lines else pd.DataFrame()
 
     def samples(self, step: int | Iterable[int] | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """The sampled rows of a step, of several, or of all that are kept (`arrow`)."""
+        """The sampled rows of one step, of several, or of all kept steps (None), as a data frame; `columns` and errors
+        are those of `arrow`."""
         return self.arrow(step, columns).to_pandas()
 
     def arrow(self, step: int | Iterable[int] | None = None, columns: Sequence[str] | None = None) -> pa.Table:
-        """The sampled rows of a step, of several, or of all that are kept, in order; None: all `columns`.
+        """The sampled rows of one step, of several, or of all kept steps (None), in order, with these `columns` (None:
+        all).
 
         A column that a step lacks is null there. Raises ValueError for a step that is not kept, a column that no step
         has, and a damaged file.

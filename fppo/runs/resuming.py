@@ -20,8 +20,9 @@ from fppo.tree import replace
 
 
 def check_bases(own: Mapping[str, Base] | None, path: Path) -> None:
-    """Raise ValueError if the adapters in the checkpoint at `path` differ from a run's `own` in base weights, dtype or
-    adapter config, by role; CheckpointError if it has no adapters."""
+    """Raise ValueError if the adapters in the checkpoint at `path` differ from a run's adapters in base weights, dtype
+    or adapter config. `own` has the run's bases by role (None: no adapters). Raises CheckpointError if the checkpoint
+    has none."""
     for role, base in (own or {}).items():
         before = checkpoint.load(base, path.parent, checkpoint.step_of(path), part=f".bases[{role!r}]")
         setting = "model.path" if role == "actor" else "model.critic_path"
@@ -46,9 +47,9 @@ _TRAINED = "prompts, "  # prefix of the notes of training prompts
 
 
 def check_prompts(own: PromptRecord, path: Path, *, speaks: bool) -> None:
-    """Raise ValueError if the training prompts of a run differ from those of the checkpoint at `path`, unless they may
-    change. `speaks`: print permitted changes, such as of held-out prompts, on stderr. Prompts without notes in the
-    checkpoint are not compared."""
+    """Raise ValueError if the run's training prompts, recorded in `own`, differ from those of the checkpoint at `path`,
+    unless they may change; and if another command made the checkpoint. With `speaks` permitted changes, such as of
+    held-out prompts, are printed on stderr. Prompts that the checkpoint has no notes of are not compared."""
     before, now = checkpoint.notes_of(path), own.notes()
     if before.get(MADE_BY) != now.get(MADE_BY):
         one, other = (notes.get(MADE_BY, "fppo train") for notes in (before, now))
@@ -70,8 +71,8 @@ def _listed(names: list[str]) -> str:
 
 
 def with_saved_clocks(run: RunState, directory: Path, step: int) -> RunState:
-    """The state with clocks only for models that have one in the checkpoint, since earlier versions wrote none. A
-    schedule without a clock goes on as it began, by the number of updates."""
+    """Remove the clocks of models without one in the checkpoint, since earlier versions wrote none. A schedule without
+    a clock goes on as it began, by the number of updates."""
 
     def known(role: str, state: TrainState) -> TrainState:
         if state.clock is None:
@@ -86,8 +87,8 @@ def with_saved_clocks(run: RunState, directory: Path, step: int) -> RunState:
 
 
 def say_rates(before: TrainSettings | None, settings: TrainSettings, run: RunState, *, supervised: bool) -> None:
-    """Print on stderr each learning rate of the next update that differs from the one under the settings `before`. A
-    schedule that ends with the run has higher rates in a longer run."""
+    """Print on stderr each learning rate of the next update that differs from its value under the earlier settings
+    `before`. A schedule that ends with the run has higher rates in a longer run."""
     if before is None:
         return
     then = dict(_schedules(before, supervised=supervised))
@@ -106,7 +107,7 @@ def say_rates(before: TrainSettings | None, settings: TrainSettings, run: RunSta
 
 
 def _schedules(s: TrainSettings, *, supervised: bool) -> Iterator[tuple[str, tuple[OptimizerSettings, int, int]]]:
-    """The optimizer of each role that learns, its updates in the run, and those of a step."""
+    """Yield, for each role that learns, its optimizer, the number of its updates in the run, and that in a step."""
     if supervised:
         yield "actor", (s.sft.optimizer, s.steps, 1)
         return
@@ -117,7 +118,8 @@ def _schedules(s: TrainSettings, *, supervised: bool) -> Iterator[tuple[str, tup
 
 
 def _rate(state: TrainState, section: OptimizerSettings, updates: int, each: int, step: int, steps: int) -> float:
-    """The rate of the first update after `step` of `steps`, as the update will have it (`optimizer_step`)."""
+    """The learning rate of the first update after `step` of `steps`, as `optimizer_step` will compute it. `updates` are
+    those of the run, `each` those of a step."""
     rate = rate_of(section, updates)
     if state.clock is None:
         return rate(state.step)

@@ -77,7 +77,7 @@ class SampleFiles:
 
 
 def thinned(found: Mapping[int, Path], most_bytes: float) -> list[Path]:
-    """The files to remove, so that together they take `most_bytes`, or only the newest is left.
+    """The files to remove, so that the others take at most `most_bytes` together, or only the newest is left.
 
     The newest step stays, and the multiples of the smallest power of 2 that suffices.
     """

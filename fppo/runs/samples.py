@@ -44,7 +44,7 @@ def on_host(experience: Experience) -> Experience:
 
 
 def spread(experience: Experience, count: int | None) -> Experience:
-    """`count` rows, spread evenly over the batch; all of them if there are no more, or for None."""
+    """Select `count` rows, spread evenly over the batch; all rows if there are no more, or if `count` is None."""
     total = batches.num_rows(experience)
     if count is None or count >= total:
         return experience
@@ -204,8 +204,9 @@ def _decode_all(tokenizer: Any, rows: Sequence[Sequence[int]]) -> list[str]:
 
 
 def pieces_of(tokenizer: Any, rows: Sequence[Sequence[int]], texts: Sequence[str]) -> list[list[str]]:
-    """`pieces` of many rows with their decoded texts. Each distinct token is decoded only once, alone and after itself;
-    rows whose texts do not join from these are decoded by `pieces`."""
+    """The `pieces` of many rows; `texts` are the decoded rows. Each distinct token is decoded only for the first place
+    of a row, by itself, and for later places, after itself. Rows whose texts do not join from these are decoded by
+    `pieces`."""
     distinct = sorted({token for row in rows for token in row})
     alone = dict(zip(distinct, _decode_all(tokenizer, [[token] for token in distinct]), strict=True))
     twice = _decode_all(tokenizer, [[token, token] for token in distinct])

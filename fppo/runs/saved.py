@@ -36,7 +36,8 @@ def newest(directory: Path, step: int | None = None) -> int | None:
 
 
 def bare(settings: TrainSettings) -> TrainSettings:
-    """The settings of a run with its saved configs and tokenizer in place of the initial models' paths."""
+    """The settings of a run with its saved configs and tokenizer in place of the initial models' paths; unchanged if
+    none are saved, and for adapters, which need their base."""
     configs = Path(settings.output_dir) / CONFIGS
     if not configs.is_dir() or settings.model.lora.used:  # an adapter needs its base
         return settings

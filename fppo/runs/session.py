@@ -95,9 +95,9 @@ def say_misnamed(checkpoints: Path, mesh: Mesh = LOCAL) -> None:
 
 def restore(settings: TrainSettings, assembly: AnyAssembly) -> RunState:
     """The state to train from: the run's newest checkpoint, the checkpoint that `resume` names, or the initial state.
-    It takes over the memory of the assembly's state, which is donated: a device cannot hold two.
+    The result takes over the memory of the assembly's state, which is donated: a device cannot hold two.
 
-    Raises ValueError if that would mix this run with another one, or delete its record.
+    Raises ValueError if training from it would mix this run with another one, or delete the run's record.
     """
     directory, resume = Path(settings.output_dir), settings.resume
     say_misnamed(directory / CHECKPOINTS, assembly.mesh)
@@ -120,7 +120,7 @@ def restore(settings: TrainSettings, assembly: AnyAssembly) -> RunState:
 
 
 def resumed_ground(settings: TrainSettings) -> Mapping[str, str]:
-    """The recorded `bits.ground` of the run that `restore` would resume; {} if there is none."""
+    """The `bits.ground` that was recorded for the run that `restore` would resume; {} if there is none."""
     directory = Path(settings.output_dir)
     own = checkpoint.steps(directory / CHECKPOINTS)
     if not own and settings.resume not in files.RESUMES:
@@ -132,12 +132,14 @@ def resumed_ground(settings: TrainSettings) -> Mapping[str, str]:
 
 
 def at(settings: TrainSettings, assembly: AnyAssembly) -> RunState:
-    """The state that `settings.resume` names: a certain checkpoint's, the run's newest one's, or the initial one."""
+    """The state that `settings.resume` names: that of a given checkpoint, of the run's newest one, or the initial
+    one."""
     return _loaded(settings, assembly, _named(settings))
 
 
 def _loaded(settings: TrainSettings, assembly: AnyAssembly, path: Path | None, *, donate: bool = False) -> RunState:
-    """The state of a checkpoint, or the initial state for None. Raises ValueError for another seed."""
+    """The state of the checkpoint at `path`, or the initial state for None. Raises ValueError for a checkpoint of
+    another seed."""
     if path is None:
         return assembly.run
     run = load(assembly, path.parent, checkpoint.step_of(path), donate=donate)
@@ -178,8 +180,8 @@ def _named(settings: TrainSettings) -> Path | None:
 
 
 def _check_beginning(directory: Path) -> None:
-    """Raise ValueError if a run's record goes past a checkpoint, or to its end, but no checkpoint exists: a new start
-    would delete the record."""
+    """Raise ValueError if the directory holds the record of a run that has ended, or should have written checkpoints,
+    but no checkpoint: a new start would delete the record."""
     last, every = max(recorded(directory), default=0), starts.last(directory).get("checkpoint.every", 0)
     if last and ((directory / MODEL).exists() or 0 < 2 * every < last):
         raise ValueError(
@@ -223,8 +225,8 @@ def run_training(
     """Train from the run's current step to its last one, or until a stop is requested, and write its files.
 
     On a mesh every rank must call; the first one logs. `watch` counts the mesh's traffic. `at_end` gets the state after
-    the last step, before loggers are closed, which may take long, or fail. A finished run is returned as it is, and
-    nothing is written.
+    the last step. It is called before the loggers are closed, since closing them may take long or fail. A run that has
+    ended before takes no step and logs nothing; `at_end` is called unless the run has gone past `settings.steps`.
     """
     settings, _ = resolved(settings, assembly.inputs.device)
     directory, first = Path(settings.output_dir), is_first(assembly.mesh)
@@ -267,7 +269,8 @@ def _check_room(directory: Path, assembly: AnyAssembly, run: RunState) -> None:
 def _trained(
     settings: TrainSettings, assembly: AnyAssembly, run: RunState, opened: contextlib.ExitStack, watch: Watch | None
 ) -> RunState:
-    """Train, save and return the state after the last step, or before a stop; observers are closed with `opened`."""
+    """Train to the last step, or until a stop is requested; save the state and return it. Observers are closed with
+    `opened`."""
     observers, digested, saved = _writing(settings, assembly, run, opened, watch)
     with stop_requests(announce=STOPPING if is_first(assembly.mesh) else "") as asked:
         try:
@@ -300,8 +303,8 @@ def _loop_of(settings: TrainSettings, assembly: AnyAssembly) -> Callable[..., Ru
 def _writing(
     settings: TrainSettings, assembly: AnyAssembly, run: RunState, opened: contextlib.ExitStack, watch: Watch | None
 ) -> tuple[list[Observe], Digests, Checkpoints]:
-    """The observers of a run that starts from `run`, the writer of digests and that of checkpoints; closed with
-    `opened`. A checkpoint is written after the lines of its step in every file."""
+    """The observers of a run that starts from `run`, the writer of digests and the writer of checkpoints; all are
+    closed with `opened`. A checkpoint is written after the lines of its step in every file."""
     directory, mesh, shapes = Path(settings.output_dir), assembly.mesh, assembly.shapes
     first_step, first = run.step + 1 if run.step else 0, is_first(mesh)
     device, every = assembly.device, digest_spacing(settings, assembly, run)
@@ -346,7 +349,7 @@ def _writing(
 
 
 def _is_kept(every: int, last: int, step: int) -> bool:
-    """Whether the state after a step is saved: every so many steps, unless that is 0, and after the last one."""
+    """Whether the state after `step` is saved: every `every` steps (0: never), and after the `last` step."""
     return step == last or (every > 0 and step % every == 0)
 
 
@@ -356,7 +359,7 @@ def _close_each(observers: Sequence[OwnObserver]) -> None:
 
 
 def digest_spacing(settings: TrainSettings, assembly: AnyAssembly, run: RunState) -> int:
-    """The spacing of digested steps; 0 for steps with a checkpoint alone."""
+    """The number of steps from one digested step to the next; 0 if only steps with a checkpoint are digested."""
     if settings.digest.every != "auto":
         return settings.digest.every
     if isinstance(assembly, SupervisedAssembly):

@@ -51,14 +51,14 @@ def load(directory: Path, step: int | None = None) -> TrainSettings:
 
 
 def made_by(directory: Path) -> str | None:
-    """The command that made the run's checkpoints, if it is not fppo train; None without any checkpoint."""
+    """The command that made the run's checkpoints; None if it is fppo train, or there is no checkpoint."""
     steps = checkpoint.steps(directory / CHECKPOINTS)
     return checkpoint.notes_of(checkpoint.place_of(directory / CHECKPOINTS, steps[-1])).get(MADE_BY) if steps else None
 
 
 def spans(directory: Path, first: int, last: int) -> list[tuple[TrainSettings, int]]:
-    """The settings that made the steps `first` to `last` of a run, in order, each with its last step; they may be the
-    same before and after a start with another origin."""
+    """The settings that made the steps `first` to `last` of a run, in order, each with its last step. Neighbours may be
+    equal, where a start changed only the origin."""
     turns = sorted(start for start in {*_recorded(directory), *origins.recorded(directory)} if first <= start < last)
     return [(load(directory, until), until) for until in [*turns, last]]
 
@@ -76,7 +76,7 @@ def last(directory: Path) -> dict[str, Any]:
 
 def before(settings: TrainSettings) -> TrainSettings | None:
     """The settings of the last start in output_dir; in a directory without one, those of the run whose checkpoint
-    `resume` names. None without either, or if they are damaged."""
+    `resume` names. None if there are none, or if they are damaged."""
     directory = Path(settings.output_dir)
     if settings.resume not in files.RESUMES and not _recorded(directory):
         directory = Path(settings.resume).parent.parent
@@ -86,7 +86,8 @@ def before(settings: TrainSettings) -> TrainSettings | None:
 
 
 def source(directory: Path) -> str | None:
-    """The other run's checkpoint that the run began from, if any; "" if its record is damaged."""
+    """The checkpoint of another run that the run began from; None if there is none, "" if the record of it is
+    damaged."""
     first = next(iter(_recorded(directory).items()), None)
     if first is None:
         return None
@@ -98,7 +99,8 @@ def source(directory: Path) -> str | None:
 
 
 def record(settings: TrainSettings, step: int) -> dict[str, tuple[Any, Any]]:
-    """Write the settings of a start that resumes from `step`, and return (old, new) of those changed since the last.
+    """Write the settings of a start that resumes from `step`, and return (old, new) of each setting that has changed
+    since the last start.
 
     Records of starts from later steps are dropped: these steps are made again. A damaged record is reported on stderr
     and kept.

@@ -79,7 +79,7 @@ def tensorboard(run: Tracked) -> TrackerRun:
 
 
 def wandb(run: Tracked) -> TrackerRun:
-    """A run of Weights & Biases, named after the run's directory. Steps that it has already keep their numbers."""
+    """A run of Weights & Biases, named after the run's directory. Steps that W&B has already keep their numbers."""
     import wandb as package  # pyright: ignore[reportMissingImports]
 
     previous = run.noted("wandb")
@@ -107,7 +107,7 @@ def wandb(run: Tracked) -> TrackerRun:
 
 
 def mlflow(run: Tracked) -> TrackerRun:
-    """A run of MLflow in the experiment of the project's name. Steps that it has already keep their numbers.
+    """A run of MLflow in the experiment of the project's name. Steps that MLflow has already keep their numbers.
 
     Settings are parameters, which MLflow never changes; those of each start are the artifact settings/STEP.json, too.
     """
@@ -136,7 +136,8 @@ def mlflow(run: Tracked) -> TrackerRun:
 
 
 def _mlflow_run(client: Any, run: Tracked) -> str:
-    """The id of the run in MLflow: of the noted one, where the store has it, or of a new one with the settings."""
+    """The id of the run in MLflow: that of an earlier start if MLflow has it, or that of a new run with the
+    settings."""
     from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
     from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
 
@@ -159,9 +160,9 @@ def _mlflow_run(client: Any, run: Tracked) -> str:
 
 
 def trackio(run: Tracked) -> TrackerRun:
-    """A run of trackio, in its database of the project. Steps that are made again are there twice.
+    """A run of trackio, in its database of the project. Steps that are made again are recorded twice.
 
-    trackio goes on with the newest run of a name, so names end with some digits.
+    trackio goes on with the newest run of a name, so names end with some random digits.
     """
     import pandas as pd
     import trackio as package  # pyright: ignore[reportMissingImports]

@@ -29,7 +29,7 @@ def skipped(record: StepRecord) -> bool:
 
 @attrs.frozen(kw_only=True)
 class Digests:
-    """Write the digests of every `every`th step, and of steps whose checkpoints or batches are kept."""
+    """Write the digests of every `every`th step, and of steps whose checkpoint or batch is kept."""
 
     directory: Path  # of the run
     lines: JsonLines | None  # on the first rank
@@ -111,8 +111,8 @@ class Checkpoints:
             self.pending.pop().wait()
 
     def leave(self, *, alone: bool) -> None:
-        """After an error, wait until pending checkpoints are written or have failed. They need the other ranks, so do
-        not wait if this one is `alone`, the others gone."""
+        """After an error, wait until pending checkpoints are written or have failed. They need all ranks, so nothing is
+        waited for if `alone`: the other ranks are gone."""
         if self.ranks > 1 and alone:
             return
         with contextlib.suppress(CheckpointError, TimeoutError):

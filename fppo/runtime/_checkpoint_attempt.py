@@ -49,8 +49,8 @@ def place_of(directory: Path, step: int) -> Path:
 
 
 def step_in(path: Path) -> int:
-    """The step of the checkpoint in a directory named like one: from its manifest, or from the name if the checkpoint
-    is damaged, and cannot be loaded."""
+    """The step of the checkpoint at `path`, a directory named like a checkpoint: from its manifest or, if that is
+    damaged, from the directory's name."""
     try:
         return int(files.read_manifest(path)["step"])
     except CheckpointError:
@@ -66,7 +66,8 @@ def misnamed(directory: Path) -> list[str]:
 
 
 def _entries(directory: Path) -> list[tuple[Path, int]]:
-    """The complete checkpoints with their steps. Of several with one step, the one whose name has it comes first."""
+    """The complete checkpoints with their steps, ascending. Among several of one step, the one named after it comes
+    first."""
     if not directory.is_dir():
         return []
     there = sorted(path for path in directory.iterdir() if NAME.fullmatch(path.name))
@@ -74,10 +75,10 @@ def _entries(directory: Path) -> list[tuple[Path, int]]:
 
 
 def make_way(path: Path) -> None:
-    """Free a path for the checkpoint that its name promises: one of another step there is renamed after its own step.
+    """Free `path`, which is named after a step: a checkpoint of another step there is renamed after its own step.
 
-    A checkpoint in the way of that name is renamed first, likewise. If that step has a rightly named one already, the
-    checkpoint keeps a name that no run reads. Raises OSError.
+    A checkpoint in the way of the new name is first moved by this rule. If the other step has a rightly named
+    checkpoint already, the moved one gets a name that no run reads. Raises OSError.
     """
     if not path.is_dir() or path == path_of(path.parent, step := step_in(path)):
         return
@@ -91,7 +92,8 @@ def make_way(path: Path) -> None:
 
 @attrs.frozen
 class Attempt:
-    """One rank's view of an attempt. `token` is None if a checkpoint of the step already existed."""
+    """One rank's view of an attempt to write a checkpoint. `token` is None if a checkpoint of the step already
+    existed."""
 
     directory: Path
     step: int
@@ -153,7 +155,8 @@ class Attempt:
             raise CheckpointError((self.draft / FAILED).read_text())
 
     def give_up(self, reason: str, shard: int | None) -> None:
-        """Publish the reason for a failure, unless another rank has, and remove the files of this rank's `shard`."""
+        """Publish the `reason` for a failure, unless another rank has published one, and remove this rank's files,
+        which have the number `shard` (None: it has none)."""
         if self.ranks == 1:
             shutil.rmtree(self.draft, ignore_errors=True)
             return
@@ -190,9 +193,10 @@ def _sizes(directory: Path) -> dict[str, int]:
 
 
 def agree(directory: Path, step: int, mesh: Mesh, device: torch.device, timeout: float) -> Attempt:
-    """Agree on the attempt that rank 0 begins. If it could not begin, all ranks raise CheckpointError.
+    """Agree on the attempt that rank 0 begins; all ranks get its token. If rank 0 could not begin, all raise
+    CheckpointError.
 
-    No rank returns before all have called, so that none still works on the attempt that this one removes.
+    All ranks must call before any returns. So no rank still works on an older attempt when rank 0 removes its draft.
     """
     rank, ranks = place_on(mesh, AXES), ranks_on(mesh, AXES)
     answer: dict[str, str | None] = {}
@@ -234,7 +238,8 @@ def _clear_leftovers(attempt: Attempt) -> None:
 
 
 def commit(attempt: Attempt) -> None:
-    """Rename the draft to the checkpoint's name. That fails if a checkpoint has the name, so that none is replaced."""
+    """Rename the draft to the checkpoint's name. Raises OSError if a checkpoint has that name, so that none is
+    replaced."""
     sync(attempt.draft)
     attempt.draft.rename(attempt.final)
     sync(attempt.directory)

@@ -95,7 +95,8 @@ def contents(
     mesh: Mesh,
     device: torch.device,
 ) -> Contents:
-    """Combine this rank's contents with those of all ranks: a collective over the pipeline axis."""
+    """Combine the contents of all ranks, of which this one has `tensors`, its parts `cuts` of the leaves, and the
+    `plain` values. Every rank of the pipeline axis must call."""
     leaves = {
         path: {
             "dtype": str(tensors[path].dtype),
@@ -115,8 +116,8 @@ def contents(
 
 
 def joined(parts: Sequence[Contents]) -> Contents:
-    """Join the contents of the parts of a state. Each leaf says which files hold it; the last part is the remaining
-    state."""
+    """Join the contents of the parts of a state; the last of `parts` is the remaining state. Each leaf says which files
+    hold it."""
     return Contents(
         plain={path: x for part in parts for path, x in part.plain.items()},
         structure=parts[-1].structure,
@@ -127,8 +128,8 @@ def joined(parts: Sequence[Contents]) -> Contents:
 
 
 def _grid(part: Part) -> tuple[int, ...]:
-    """The number of ranks on each of `WRITERS` that hold different parts of a leaf; on the pipeline axis, stages before
-    its own count as well."""
+    """The number of different parts of a leaf along each axis of `WRITERS`. Along the pipeline axis it is the number of
+    the leaf's stage, counted from 1."""
     own = {"pipeline": part.stage + 1, "shard": part.shard[1] // part.experts, "expert": part.experts}
     own |= {} if part.cut is None else {part.cut.axis: part.cutting[1]}
     return tuple(own.get(axis, 1) for axis in WRITERS)
@@ -190,8 +191,8 @@ def write_shard(directory: Path, rank: int, tensors: Mapping[str, Tensor], cuts:
 
 
 def write_manifest(directory: Path, *, step: int, attempt: str, contents: Contents, count: int | None = None) -> None:
-    """Write the manifest next to all ranks' files. With a `count` all file numbers are below it, and some may be
-    unused."""
+    """Write the manifest next to all ranks' files. If `count` is given, the files have numbers below `count`, some of
+    which may be unused; else no number is unused."""
     numbers = range(math.prod(contents.writers) if count is None else count)
     places = [about_file(directory, number) for number in numbers]
     content = {
@@ -255,7 +256,7 @@ def read(
 
 
 def _stored(manifest: Mapping[str, Any], path: str, number: int, wanted: Part) -> Part | None:
-    """The part of a leaf that a file holds, if it overlaps the wanted part; else None."""
+    """The part of the leaf at `path` that file `number` holds, if it overlaps the wanted part; else None."""
     leaf = manifest["leaves"][path]
     counts = leaf.get("writers", manifest["writers"])
     places, rest = {}, number - leaf.get("first", 0)
@@ -276,8 +277,8 @@ def _stored(manifest: Mapping[str, Any], path: str, number: int, wanted: Part) -
 
 
 def same(directory: Path, contents: Contents, tensors: Mapping[str, Tensor], cuts: Mapping[str, Part]) -> bool:
-    """Whether the checkpoint holds exactly these parts of a state with these contents, bit for bit. Raises
-    CheckpointError."""
+    """Whether the checkpoint in `directory` holds this state bit for bit: `contents`, and this rank's `tensors`, the
+    parts `cuts` of the leaves. Raises CheckpointError."""
     manifest = read_manifest(directory)
     stored, held = (
         {path: (leaf["dtype"], tuple(leaf["shape"])) for path, leaf in leaves.items()}
@@ -297,8 +298,8 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def on_host(tensors: Mapping[str, Tensor], copy: bool) -> dict[str, Tensor]:
-    """Copy tensors to the host, contiguous, none sharing memory with another; with `copy` not with the given tensors
-    either."""
+    """Copy tensors to the host, contiguous, none sharing memory with another. With `copy` none shares memory with the
+    given tensors either; without, a tensor on the host may be returned as it is."""
     own: dict[str, Tensor] = {}
     stage: Tensor | None = None
     taken: set[int] = set()

@@ -19,8 +19,9 @@ _HERE = ("fppo.runtime.failure", __name__)
 
 @attrs.frozen
 class Standing:
-    """The status of a rank: the count of its heartbeats, its last finished step, collectives begun by axis, the current
-    line of its code and, while it waits for a collective: which, for how many seconds, and with which ranks."""
+    """The status of a rank: the count of its heartbeats, its last finished step, collectives begun by axis, and the
+    current line of its code. While it waits for a collective: the collective, the seconds, and the ranks of its
+    group."""
 
     beat: int
     step: int
@@ -33,7 +34,7 @@ class Standing:
 
     @staticmethod
     def of(watch: Watch, beat: int, thread: int) -> Standing:
-        """The status of this rank, whose work runs in `thread`."""
+        """The status of this rank at heartbeat number `beat`; its work runs in the thread with the id `thread`."""
         calls, line, waiting = watch.begun(), _line(sys._current_frames().get(thread)), watch.oldest()
         if waiting is None:
             return Standing(beat, watch.step, calls, line, at=watch.place)
@@ -62,13 +63,13 @@ class Standing:
 
 
 def over(line: str) -> str:
-    """The axis of a collective, or of a message with its two ranks, as text."""
+    """The axis of a `line` of `Watch`, as text; for the line of a message with its two ranks."""
     axis, _, ends = line.partition(" ")
     return f"over the axis {axis!r}" + (f" {ends}" if ends else "")
 
 
 def _line(frame: FrameType | None) -> str:
-    """The innermost line outside the standard library and torch."""
+    """Describe the innermost line of code outside the standard library and torch."""
     innermost = frame
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))

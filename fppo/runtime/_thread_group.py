@@ -36,7 +36,7 @@ class Turns:
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """A context in which the thread runs in its turns alone."""
+        """A context in which the calling thread runs only during its turns."""
         self._threads.add(threading.get_ident())
         self.take()
         try:
@@ -46,7 +46,7 @@ class Turns:
             self._threads.remove(threading.get_ident())
 
     def take(self) -> None:
-        """Block until it is this thread's turn, if it has turns."""
+        """Block until it is this thread's turn; a thread outside `shared` does not wait."""
         if (thread := threading.get_ident()) not in self._threads:
             return
         with self._ended:
@@ -57,7 +57,7 @@ class Turns:
             self._count, self._owner = self._count + 1, thread
 
     def give(self) -> None:
-        """End this thread's turn, if it has it."""
+        """End this thread's turn; a thread whose turn it is not changes nothing."""
         with self._ended:
             if self._owner == threading.get_ident():
                 self._owner = None
@@ -112,7 +112,8 @@ class Meeting:
         self.posted: dict[tuple[int, int], deque[Receipt]] = defaultdict(deque)
 
     def join(self, number: int, op: str, payload: Payload, work: Callable[[list[Payload]], None]) -> None:
-        """Block until every rank has arrived and `work(payloads)` is done. Raises Stopped if another rank failed."""
+        """Block until every rank has arrived and `work(payloads)` is done; `number` is this rank's index in the group.
+        Raises Stopped if another rank failed."""
         world, turn = self.world, self.turn
         with world.lock:
             if world.error is None:
@@ -127,7 +128,7 @@ class Meeting:
                 raise Stopped(f"{op} over {self.axis!r}: another rank failed") from world.error
 
     def wait_for(self, done: Callable[[], bool]) -> None:
-        """Block until `done()`, or a rank has failed; others have their turns. The caller holds the lock."""
+        """Block until `done()` is true or a rank has failed; meanwhile other ranks run. The caller holds the lock."""
         self.world.turns.give()
         self.changed.wait_for(lambda: done() or self.world.error is not None)
         self.world.lock.release()  # the rank whose turn it is may need it
@@ -150,7 +151,8 @@ class Meeting:
         self.changed.notify_all()
 
     def send(self, source: int, target: int, x: Tensor) -> None:
-        """Leave a copy for the target, without waiting. Tensors from one rank to another arrive in order."""
+        """Leave a copy of `x` for the rank `target`, without waiting. Tensors from one rank to another arrive in
+        order."""
         with self.world.lock:
             if self.posted[source, target]:
                 self.posted[source, target].popleft().fill(x)
@@ -158,7 +160,7 @@ class Meeting:
                 self.sent[source, target].append(x.clone())
 
     def receive(self, source: int, target: int, place: Tensor) -> Receipt:
-        """Post a receive of the next tensor from the source to the target, without waiting."""
+        """Post a receive of the next tensor from `source` to `target` into the memory of `place`, without waiting."""
         with self.world.lock:
             receipt = Receipt(self, source, target, place)
             if self.sent[source, target]:
@@ -250,12 +252,13 @@ def _refuse_devices(op: str, payload: Payload) -> None:
 
 
 def _pieces(x: Tensor, sizes: Sequence[int], count: int) -> list[Tensor]:
-    """Split `x` into `count` parts along its first dimension, equal ones without sizes."""
+    """Split `x` along its first dimension into parts of these `sizes`; if there are none, into `count` equal parts."""
     return list(x.split(list(sizes) if len(sizes) else [x.shape[0] // count] * count))
 
 
 class ThreadGroup(dist.ProcessGroup):
-    """The process group of one rank at a meeting; the functions of torch.distributed take it as `group`."""
+    """One rank's process group for the functions of torch.distributed; its collectives run at a `Meeting` of
+    threads."""
 
     def __init__(self, meeting: Meeting, number: int) -> None:
         super().__init__(number, len(meeting.ranks))  # type: ignore[call-arg]

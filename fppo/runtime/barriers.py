@@ -11,11 +11,11 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 
 
 def wait_asleep() -> None:
-    """Let threads that wait for one another sleep, in this process and in those that it starts.
+    """Let OpenMP's threads sleep while they wait for one another, in this process and in processes that it starts.
 
-    A thread of OpenMP spins at the end of each operation until the others are there. Beside other programs it may spin
-    on the very core that the last of them needs. Without effect where a variable of `WAITING` is set. Raises
-    RuntimeError where torch is loaded, since OpenMP reads the variables when it is loaded with torch.
+    A thread of OpenMP spins at the end of each operation until the other threads are there. Beside other programs it
+    may spin on the very core that the last of them needs. Nothing changes if a variable of `WAITING` is set. Raises
+    RuntimeError if torch is loaded, since OpenMP reads the variables when it is loaded with torch.
     """
     if "torch" in sys.modules:
         raise RuntimeError(
@@ -26,6 +26,6 @@ def wait_asleep() -> None:
 
 
 def choose_waiting(environment: MutableMapping[str, str]) -> None:
-    """Set the variable for threads that sleep, unless one of `WAITING` is set."""
+    """Set OpenMP's variable for waiting asleep in `environment`, unless a variable of `WAITING` is set."""
     if not any(environment.get(name) for name in WAITING):
         environment["OMP_WAIT_POLICY"] = "PASSIVE"

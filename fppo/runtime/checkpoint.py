@@ -67,7 +67,8 @@ def step_of(path: Path) -> int:
 
 
 def notes_of(path: Path) -> dict[str, str]:
-    """The notes saved with a checkpoint; {} for one from before notes. Raises CheckpointError."""
+    """The notes saved with a checkpoint; {} for a checkpoint that was written before there were notes. Raises
+    CheckpointError."""
     with _damage_explained(path):
         return files.read_manifest(path).get("notes") or {}
 
@@ -86,7 +87,7 @@ class Pending:
         return Pending(result)
 
     def done(self) -> bool:
-        """Whether it is written, or has failed."""
+        """Whether the checkpoint is written, or writing it has failed."""
         return self._result.done()
 
     def wait(self, timeout: float | None = None) -> Path:
@@ -120,16 +121,16 @@ def begin_save(
     """Begin to write the tree `value` as the checkpoint of `step`, and afterwards drop all but the newest `keep`.
 
     Every rank of the mesh calls it. `shapes` are the whole shapes of the sharded leaves, by their paths in
-    `tree.leaves_with_paths`; plain ones have no effect unless `mesh.sharded`. An `Extent` is for a leaf that the tensor
-    or expert axis cuts, or that only some ranks of the pipeline axis hold. All other leaves are equal on all ranks.
-    `free` names a field of `value` whose structure differs from step to step, and is saved too, for `load`. `notes` are
-    kept beside it (`notes_of`). The tensors are copied before it returns, so their memory may be used again; a thread
-    writes. `parts` are written before it returns, and `value` lacks them.
+    `tree.leaves_with_paths`. A plain shape has no effect unless `mesh.sharded`; an `Extent` is for a leaf that the
+    tensor or expert axis cuts, or that only some ranks of the pipeline axis hold. All other leaves are equal on all
+    ranks. `free` names a field of `value` whose structure differs from step to step; the structure is saved too, for
+    `load`. `notes` are saved with the checkpoint (`notes_of`). The tensors are copied before it returns, so their
+    memory may be used again; a thread writes the copies. `parts` are written before it returns, and `value` lacks them.
 
     The files are written and synced under another name and renamed at the end, so a crash of any rank at any instant
-    leaves the last complete checkpoint as it was. The same state saved again is left as it is; a different state for
-    the same step is an error, on every rank, and so is any with `parts`. Ranks wait for each other as long as the draft
-    changes at least every `timeout` seconds.
+    leaves the last complete checkpoint as it was. If the step has a checkpoint already, saving an equal state changes
+    nothing; a different state is an error on every rank, and so is any state with `parts`. Ranks wait for each other as
+    long as the draft changes at least every `timeout` seconds.
     """
     if parts is None:
         tree.check_here(value, "a checkpoint")
@@ -167,7 +168,7 @@ def write_part(
     """Write the subtree of a state at `path` into a draft, in files whose numbers begin with `first`. Every rank of its
     mesh calls; the caller that saves the remaining state commits the draft.
 
-    `shapes` are those of `begin_save`, by paths in `value`; leaves in other processes are left out.
+    `shapes` are as in `begin_save`, by paths within `value`; leaves in other processes are left out.
     """
     share = _Share.of(value, path, mesh, shapes)
     if share.number is not None and share.tensors:
@@ -215,7 +216,8 @@ def plain_of(leaf: Any) -> Any:
 
 
 def _compare(result: Future[Path], attempt: Attempt, contents: Contents, share: _Share, mesh: Mesh) -> None:
-    """Accept an existing checkpoint of the step if it holds this very state, on all ranks."""
+    """Set as `result` the path of the step's existing checkpoint if it holds this very state on all ranks, else an
+    error."""
     problem = None
     try:
         if share.number is not None and not files.same(attempt.final, contents, share.tensors, share.cuts):
@@ -303,14 +305,14 @@ def load(
 ) -> T:
     """Load the tree that a mesh of any shape saved, in the structure and on the devices of `template`.
 
-    The template's values do not matter; where it is in pinned memory, results are. With `donate` results take over the
-    template's own memory, once the checkpoint is known to fit. The field `free`, if `begin_save` got it too, has the
-    structure that was saved; its tensors, and those that `template` has on meta, are loaded onto `device`. With `part`,
-    a path like ".actor.params", template, shapes and result are the subtree there, and nothing else is read. Leaves of
-    `template` that stand for values in other processes are returned unchanged.
+    The template's values do not matter; results are in pinned memory where the template is. With `donate` results take
+    over the template's own memory, once the checkpoint is known to fit. The field `free`, if `begin_save` got it too,
+    has the structure that was saved; its tensors, and tensors of `template` on meta, are loaded onto `device`. With
+    `part`, a path like ".actor.params", template, shapes and result are the subtree there, and nothing else is read.
+    Leaves of `template` that stand for values in other processes are returned unchanged.
 
     On a mesh that cuts parameters, leaves with `shapes` are this rank's parts, both in `template` and in the result,
-    without leaves of other stages. Only chunks that overlap them are read, one after the other. No collective is
+    without leaves of other stages. Only chunks that overlap these parts are read, one after the other. No collective is
     called. Raises CheckpointError for a damaged checkpoint, and for one of another model, naming the leaves that
     differ.
     """
@@ -341,7 +343,8 @@ def load(
 
 
 def _memory(x: Tensor, device: torch.device | None, *, donated: bool) -> Tensor:
-    """Memory to read a result like `x` into: its own if that is donated, or new; on the device if `x` is on meta."""
+    """Memory to read a result like `x` into: `x` itself if `donated`, else new memory on its device; for `x` on meta,
+    new memory on `device`."""
     if x.is_meta:
         return torch.empty(x.shape, dtype=x.dtype, device=device)
     if donated:
@@ -396,8 +399,8 @@ def _mismatches(
     others: tuple[str, ...],
     away: Collection[str],
 ) -> list[str]:
-    """Describe stored leaves that do not fit. Leaves with names in `others` belong to other stages; `away` are leaves,
-    or trees of leaves, in other processes."""
+    """Describe how the leaves stored below the path `part` differ from `expected` and `wanted`. Names that end in
+    `others` belong to other stages; `away` are leaves, or trees of leaves, in other processes."""
     saved = {name: leaf for kind in ("plain", "leaves") for name, leaf in manifest[kind].items()}
     elsewhere = {*away, *(name for path in away if path not in saved for name in inside(path, saved))}
     stored = {name: saved[name] for name in inside(part, saved) if name not in elsewhere}

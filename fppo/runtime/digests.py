@@ -82,13 +82,13 @@ def block_sums(words: Tensor, first: int = 0, device: torch.device | None = None
 
 
 def _dots(words: Tensor, factors: Tensor) -> list[Tensor]:
-    """The sums block by block, on a CPU."""
+    """The sums of the blocks, one block after the other, for a CPU."""
     wide = factors.new_empty(min(len(words), BLOCK))
     return [wide[: len(x)].copy_(x).dot(factors[: len(x)])[None] for x in words.split(BLOCK) if len(x)]
 
 
 def _slabs(words: Tensor, factors: Tensor) -> list[Tensor]:
-    """The sums of many blocks at once, on the weights' device."""
+    """The sums of the blocks, many blocks at once, on the weights' device."""
     full = len(words) // BLOCK * BLOCK
     sums = [_weighted(x.to(factors.device), factors) for x in words[:full].view(-1, BLOCK).split(SLAB)]
     tail = words[full:].to(factors.device)
@@ -143,8 +143,8 @@ def _united(every: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _by_sums(value: Any, device: torch.device, mesh: Mesh, shapes: Shapes) -> dict[str, str]:
-    """Digests by sums: all go to the host in one copy, those of cut leaves after one all-reduce over each cutting
-    axis."""
+    """Digests by sums. All sums are copied to the host at once; those of cut leaves are first all-reduced over each
+    axis that cuts."""
     leaves = dict(tree.leaves_with_paths(value))
     tensors = {path: x for path, x in leaves.items() if isinstance(x, Tensor)}
     parts = {path: part_of(shapes[path], mesh) for path in tensors if _is_cut(shapes.get(path), mesh)}
@@ -172,7 +172,7 @@ def _is_cut(extent: torch.Size | Extent | None, mesh: Mesh) -> bool:
 
 
 def _added(sums: Mapping[str, Tensor], paths: Sequence[str], axis: Axis) -> dict[str, Tensor]:
-    """The sums of these leaves, summed over the axis."""
+    """The sums of the leaves at `paths`, summed over the axis; {} for an axis of one rank."""
     if not paths or axis.size == 1:
         return {}
     together = all_reduce(torch.cat([sums[path] for path in paths]), axis)
@@ -198,8 +198,8 @@ def _words_of_row(x: Tensor, shape: tuple[int, ...]) -> int:
 
 
 def _whole_rows(piece: Tensor, box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
-    """A box of a leaf as whole rows, with the index of the first: other ranks' elements are 0, which adds nothing.
-    Partial rows come some at a time."""
+    """Yield a box of a leaf as whole rows, each time with the index of the first: other ranks' elements are 0, which
+    adds nothing to a sum. Rows that the box holds in part come some at a time."""
     if box.size[1:] == tuple(shape[1:]):
         yield box.start[0], piece
         return
@@ -226,11 +226,13 @@ def spacing(
     mesh: Mesh = LOCAL,
     shapes: Shapes | None = None,
 ) -> int:
-    """The spacing of digested steps for digests to take about `SHARE` of the time, estimated by counts, not measured.
+    """The number of steps from one digested step to the next, so that digests take about `SHARE` of the time: estimated
+    by counts, not measured.
 
     A step has about `tokens` tokens, on a model of `numbers` parameters. The counts are equal on every rank and in a
-    resumed run, so that the same steps are digested. The spacing depends on the tokens more than on the model's size,
-    which enters both costs. Small states are digested at every step. Every rank of a pipeline axis must call.
+    resumed run, so that the same steps are digested. The number depends on the tokens more than on the model's size,
+    which raises the costs of steps and of digests alike. Small states are digested at every step. Every rank of a
+    pipeline axis must call.
     """
     seconds = 0.0
     for path, x in tree.leaves_with_paths(state):

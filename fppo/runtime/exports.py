@@ -58,8 +58,8 @@ def draft_of(directory: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
-    """A context with a draft directory to create and fill (`draft_of`), which replaces `directory` at the end and is
-    removed after an error. Raises ValueError as `check_replaceable`, before and after it is filled."""
+    """A context with a draft directory to create and fill (`draft_of`). The draft replaces `directory` at the end, and
+    is removed after an error. Raises ValueError as `check_replaceable` does, before and after it is filled."""
     target, draft = Path(os.path.realpath(directory)), draft_of(directory)
     check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -54,8 +54,8 @@ class Monitor:
 
     It ends the process if another rank has failed, if a collective waits longer than `limits.timeout`, if the next rank
     is silent for `limits.silence` (each rank checks one), and if the store, and with it the launcher, is gone. Use it
-    in a `with` statement: an error that leaves it is claimed as the first of all ranks; if there was one before, the
-    process ends quietly.
+    in a `with` statement: an error in the block is raised if it is the first of all ranks; otherwise the process ends
+    quietly.
 
     `beside` watches another thread of the process, over process groups of its own.
 
@@ -107,8 +107,9 @@ class Monitor:
         self._thread.join(_GRACE)  # the thread is stuck if the store hangs
 
     def _claim(self, text: str, *, alone: bool) -> bool:
-        """Claim an error; return whether it is the first of all ranks. Without the store it counts as the first if
-        `alone`, or on the last rank."""
+        """Claim an error; return whether it is the first of all ranks. If the store is gone, the last rank's error
+        counts as the first, and so does any error with `alone`: it arose outside collectives, so no other rank reports
+        it."""
         mine = json.dumps([self._rank, text])
         self._mine = mine.encode()
         try:
@@ -120,8 +121,8 @@ class Monitor:
         return first == self._mine
 
     def _say_foreign(self, claim: bytes) -> bool:
-        """Report a claim that no rank has made, if that is this rank's task, and return whether it was. The rank that
-        the claim names reports it, or the first rank if it names none."""
+        """Report the error `claim` in the store if no rank has made it, and return whether this rank has reported it.
+        The reporting rank is the one that the claim names, or the first rank if it names none."""
         try:
             rank = json.loads(claim)[0]
         except (ValueError, LookupError, TypeError):
@@ -147,8 +148,8 @@ class Monitor:
         return self._watch
 
     def _of_broken(self, watch: Watch, waiting: WaitingCollective, error: object) -> str:
-        """The message of a collective that failed in this rank because of another one. It waits for the others to claim
-        their error first, and names those that have stopped reporting."""
+        """Describe a collective that failed in this rank because of another one, naming the ranks that have stopped
+        reporting. Waits first, so that the other ranks can claim their error."""
         try:
             before = self._standings(watch)
             sleep(_GRACE)

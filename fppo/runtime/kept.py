@@ -25,7 +25,7 @@ def cache_directory(file: Path, kind: str, *made_by: str) -> Path:
 
 @contextlib.contextmanager
 def alone_in(place: Path) -> Iterator[None]:
-    """A context in which this process alone uses a directory, made if needed; others in such a context wait."""
+    """A context in which no other process uses the directory `place`, made if needed: others wait for it to end."""
     place.mkdir(parents=True, exist_ok=True)
     with (place / "lock").open("w") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX)

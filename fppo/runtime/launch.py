@@ -124,13 +124,14 @@ def _axes(
 
 
 def visible(gpus: Sequence[int], now: str | None) -> str:
-    """A child process's CUDA_VISIBLE_DEVICES for these GPUs, as numbered in a process whose own variable is `now`."""
+    """The value of CUDA_VISIBLE_DEVICES with which a child process has these GPUs. The GPUs are numbered as this
+    process sees them, whose own value is `now`."""
     names = None if now is None or not now.strip() else now.split(",")
     return ",".join(str(gpu) if names is None else names[gpu].strip() for gpu in gpus)
 
 
 class _RanksFailed(Lost):
-    """A start of all ranks ended with the exit status of a failure."""
+    """Error for a start of all ranks that ended with a failure's exit status."""
 
     def __init__(self, status: int, *, again: bool) -> None:
         super().__init__(f"exit status {status}", again=again)

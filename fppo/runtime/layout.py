@@ -46,8 +46,8 @@ class Box:
 
 @attrs.frozen
 class Cut:
-    """A cut of dimension `dim` of a parameter into `parts` parts, each with a run of every one of its `segments`
-    (sizes).
+    """A cut of dimension `dim` of a parameter into `parts` parts. The dimension is a sequence of segments of the sizes
+    `segments`; each part has a run of every segment.
 
     Rank r of the n of `axis` holds part r * parts // n: with fewer parts than ranks, some ranks hold equal parts.
     """
@@ -101,12 +101,12 @@ class Extent:
 
 @attrs.frozen
 class Layout:
-    """The layout of parameters of `whole` shapes on one rank. It is `rank` of `ranks` on the tensor axis, `expert` =
-    (rank, ranks) on the expert axis and `stage_rank` of `stage_ranks` on the pipeline axis. Parameters in `cuts` are
-    held in parts, others whole; `stages` names the pipeline ranks that hold each, in order, and is empty without a
-    pipeline.
+    """The layout of parameters of `whole` shapes on one rank. The rank is `rank` of `ranks` on the tensor axis,
+    `expert` = (rank, ranks) on the expert axis and `stage_rank` of `stage_ranks` on the pipeline axis. Parameters in
+    `cuts` are held in parts, others whole; `stages` names the pipeline ranks that hold each, in order, and is empty
+    without a pipeline.
 
-    Parameters in `once` are whole, but added to a sum of the ranks' shares: the first rank adds them.
+    Parameters in `once` are whole, and added to a sum over the ranks: only the first rank adds them.
     """
 
     whole: Mapping[str, torch.Size]

@@ -55,8 +55,8 @@ class Mesh:
 
     Without `sharding` every rank of the shard axis holds whole parameters, and the axis only divides the data. Each
     rank of the pipeline axis has `virtual_stages` stages of a model's layers, which it runs in turn. `layout` is that
-    of a model's parameters on the tensor, expert and pipeline axes, for summing, counting and applying gradients.
-    With `ring` keys and values travel around the context axis; otherwise each of its ranks gathers all.
+    of a model's parameters on the tensor, expert and pipeline axes, for summing, counting and applying gradients. With
+    `ring` keys and values travel around the context axis; otherwise each rank of that axis gathers all of them.
     """
 
     axes: Mapping[str, Axis] = attrs.field(factory=dict)
@@ -124,8 +124,8 @@ class Mesh:
 
 
 def with_dense(axes: Mapping[str, Axis], ranks: Tensor, rank: int, limit: timedelta | None = None) -> dict[str, Axis]:
-    """If there is an expert axis, add `SHARD_AXES` as one axis to those of a mesh of `ranks`, given in order, with a
-    new process group, whose collectives time out after `limit`. All processes must call.
+    """The axes of a mesh of `ranks`, in the order of its dimensions; with an expert axis also `SHARD_AXES` as one axis.
+    Its new process group's collectives time out after `limit`. All processes must call.
 
     Raises ValueError for an expert axis before the shard axis: torch's groups have their ranks in order.
     """
@@ -331,7 +331,7 @@ def data_metrics(metrics: Metrics, mesh: Mesh) -> Metrics:
 
 
 def named_device(name: str, setting: str) -> torch.device:
-    """The device of a name. Raises ValueError that begins with `setting` for a missing GPU."""
+    """The torch device `name`. Raises ValueError for a missing GPU, with a message that begins with `setting`."""
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"{setting}: torch sees no GPU here; give cpu")
     device = torch.device(name)

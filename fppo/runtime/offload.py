@@ -131,10 +131,10 @@ def by_layer(fn: Callable[..., T], lane: Lane) -> Callable[..., T]:
 
 @attrs.frozen
 class Offloaded:
-    """Updates a state whose parameters are on the host, before and after, by `stage(state, ..., donate=)`.
+    """An update of a state whose parameters are on the host, before and after, by `stage(state, ..., donate=)`.
 
-    They are on the device during the call. Moments on the host stay there: `offloaded_adamw` is their kernel. With
-    `donate` the new state reuses all memory of the old one.
+    The parameters are on the device during the call. Moments on the host stay there: `offloaded_adamw` is their kernel.
+    With `donate` the new state reuses all memory of the old one.
     """
 
     stage: Update
@@ -231,12 +231,12 @@ def _host_like(x: Tensor) -> Tensor:
 
 @attrs.frozen
 class HostActivations(Generic[T]):
-    """Calls `stage`, keeping the tensors saved for its backward pass on the host in between.
+    """A call of `stage` that keeps the tensors saved for its backward pass on the host in between.
 
-    Tensors below `minimum_bytes`, the arguments of `stage`, and parameters (cast or gathered, too) stay on the device.
-    Copies start when a tensor is saved. Tensors in transfer to the host, or fetched ahead of the backward pass, take at
-    most `window_bytes` of the device, or one tensor, besides the current operation's inputs. Checkpointed layers save
-    their inputs alone, and attention's saved tensors if that is not recomputed.
+    Tensors below `minimum_bytes`, the arguments of `stage`, and parameters, also cast or gathered ones, stay on the
+    device. Copies start when a tensor is saved. Tensors in transfer to the host, or fetched ahead of the backward pass,
+    take at most `window_bytes` of the device, or one tensor, besides the current operation's inputs. Checkpointed
+    layers save their inputs alone, and attention's saved tensors if attention is not recomputed.
     """
 
     stage: Callable[..., T]
@@ -266,7 +266,7 @@ class _KeptStorage:
         self.places: list[int] = []  # indices, among all saved tensors, of those still to be used
 
     def needed(self) -> int:
-        """The index of its next use: the backward pass goes from high indices to low ones; -1 if there is none."""
+        """The index of its next use, -1 if there is none. The backward pass goes from high indices to low ones."""
         return self.places[-1] if self.places else -1
 
 

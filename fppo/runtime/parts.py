@@ -37,7 +37,7 @@ class Part:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The range of its rows in the sharded tensor; a leaf without dimensions has one row."""
+        """The range of the part's rows in the sharded tensor; a leaf without dimensions has one row."""
         count = self.shape[0] if self.shape else 1
         if self.cut is not None and self.cut.dim == 0:
             count = self.cut.size(self.number)
@@ -116,8 +116,8 @@ def whole_tensors(
 def _on_all_stages(
     params: Mapping[str, Tensor], names: list[str], mesh: Mesh, layout: Layout, dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Tensor]:
-    """This rank's pieces of all stages' parameters, those of other stages from the first pipeline rank that holds
-    them."""
+    """Collect this rank's pieces of all stages' parameters. The first pipeline rank that holds a parameter sends it to
+    stages without it."""
     axis, device = mesh["pipeline"], device_of(params)
     pieces = {name: params[name].to(dtypes[name]) for name in names if layout.holds(name)}
     sent: dict[tuple[int, torch.dtype], list[str]] = {}

@@ -83,7 +83,7 @@ class _Mail:
 
 
 class _Sum:
-    """A sum of gradients in given dtypes."""
+    """A sum of lists of gradients; entry i is summed in `dtypes[i]`."""
 
     def __init__(self, dtypes: Sequence[torch.dtype]) -> None:
         self._dtypes, self._counts = dtypes, [0] * len(dtypes)

@@ -30,8 +30,8 @@ class Restarts:
     def run(self, attempt: Callable[[], T], kind: type[L], restart: Callable[[L], None]) -> T:
         """Call `attempt` until it returns, and return its result.
 
-        After a loss of this kind `restart` is called with it, and then `attempt` again, which decides what work is kept
-        and may start the processes itself. Raises the loss if no restart is left, or if none can help.
+        After a loss of this `kind`, `restart(loss)` is called, and then `attempt` again. `attempt` decides what work is
+        kept, and may start the processes itself. Raises the loss if no restart is left, or if a restart cannot help.
         """
         while True:
             try:

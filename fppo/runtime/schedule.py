@@ -67,7 +67,7 @@ MakeSchedule = Callable[[int, int, int], Schedule]
 
 
 def one_f_one_b(ranks: int, micros: int, virtual_stages: int = 1) -> Schedule:
-    """One forward, one backward (1F1B), which keeps few activations at a time; with several stages on each rank
+    """One forward, one backward (1F1B), which keeps few activations at a time. Several stages on each rank are
     interleaved, with a bubble shorter by that factor: figure 4 of Narayanan et al. (2021, arXiv:2104.04473).
 
     Raises ValueError for an interleaved schedule if the ranks do not divide the micro-batches.
@@ -117,7 +117,8 @@ class Clocked(NamedTuple):
 
 
 def clocked(schedule: Schedule, *, backward: float = 2.0) -> Clocked:
-    """Simulate a schedule's timing, with `backward` for a stage's backward pass. Raises ValueError for a deadlock."""
+    """Simulate a schedule's timing; a stage's backward pass takes `backward` forward passes. Raises ValueError for a
+    deadlock."""
     ranks = range(schedule.ranks)
     trains = any(action.kind == "backward" for actions in schedule.actions for action in actions)
     done: dict[Action, float] = {}

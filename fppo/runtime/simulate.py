@@ -33,8 +33,8 @@ def simulate(axes: Mapping[str, int], fn: Callable[..., T], *per_rank: Sequence[
     runs backward passes on a GPU in one thread, where collectives would deadlock: tensors outside the CPU raise
     ValueError.
 
-    The first error of any rank stops all and is raised, with a note that names the rank; so is a collective that can
-    never complete because ranks have ended or wait in another one. No process group is left behind.
+    The first error of any rank stops all and is raised, with a note that names the rank. A collective that can never
+    complete, because ranks have ended or wait in another one, is such an error. No process group is left behind.
     """
     meshes = _meshes(axes)
     size = len(meshes)

@@ -28,14 +28,15 @@ _DIGITS = 12
 
 @attrs.frozen
 class Size:
-    """The size of a difference: root mean squares of the difference, and of the numbers that differ."""
+    """The size of a difference: root mean squares of the difference (`apart`), and of the numbers that differ
+    (`of`)."""
 
     apart: float
     of: float
 
     @property
     def relative(self) -> float:
-        """The difference as a share of the numbers' size; inf where they are zeros."""
+        """The difference as a share of the numbers' size; inf if the numbers are all 0."""
         return self.apart / self.of if self.of else math.inf
 
     def __str__(self) -> str:
@@ -53,7 +54,7 @@ def _signs(device: torch.device) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def sketch(x: Tensor) -> list[float] | None:
     """The count of the numbers looked at, their root mean square, and their sums with random signs; None for a tensor
-    without numbers, with other than floating ones, or with some that are not finite."""
+    that is empty, not of floating-point numbers, or with some that are not finite."""
     if not x.is_floating_point() or not x.numel():
         return None
     flat = x.detach().reshape(-1)
@@ -74,7 +75,8 @@ def sketches(value: Any) -> dict[str, list[float]]:
 
 
 def size_of(old: Sequence[float] | None, new: Sequence[float] | None) -> Size | None:
-    """The size of the difference of two tensors, from their sketches; None without both, or for other shapes."""
+    """The size of the difference of two tensors, from their sketches; None if a sketch is missing, or their counts
+    differ."""
     if old is None or new is None or len(old) != len(new) or old[0] != new[0]:
         return None
     count, squares = old[0], [(a - b) ** 2 for a, b in zip(old[2:], new[2:], strict=True)]

@@ -32,8 +32,8 @@ def listening(host: str = LOOPBACK) -> TCPStore:
 
 
 def loopback_only() -> dict[str, str]:
-    """The environment for ranks of this machine to communicate over its loopback interface, if it has one and the user
-    has set no other."""
+    """Environment variables with which ranks of this machine communicate over its loopback interface; {} if there is
+    none, or the user has set another."""
     names = [name for _, name in socket.if_nameindex()]
     return {} if "lo" not in names or os.environ.get(GLOO) else {GLOO: "lo"}
 
@@ -44,7 +44,7 @@ def new_token() -> str:
 
 
 def own_keys(store: Store, token: str | None = None, *, attempt: str = "0") -> Store:
-    """The part of a store for one attempt of one start of ranks, by `token` (None: from the environment). torchrun
-    keeps its store when it restarts ranks, and sets no token."""
+    """The part of a store for one attempt of one start of ranks, by the start's `token` (None: from the environment).
+    torchrun keeps its store when it restarts ranks, so attempts differ in keys; it sets no token."""
     word = os.environ.get(TOKEN, "") if token is None else token
     return PrefixStore(f"{word}attempt_{attempt}", store)

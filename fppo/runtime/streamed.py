@@ -46,7 +46,8 @@ def written(
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Callable[[str, torch.dtype], Tensor]]:
-    """A context with a function that reads a named tensor of the file, of a dtype, into fresh memory.
+    """A context with a function that reads a named tensor of the file, which must have the given dtype, into fresh
+    memory.
 
     The library's reader maps the whole file, which counts against a process's memory limit. Raises ValueError, KeyError
     or TypeError for another kind of file, a truncated one, and a missing tensor.

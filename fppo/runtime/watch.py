@@ -55,8 +55,8 @@ class _Stall(NamedTuple):
 def wire_bytes(op: str, size: int, ranks: int) -> int:
     """The bytes that a rank sends in a collective over `ranks` ranks, by the ring algorithms.
 
-    `size` is in bytes of the whole: the gathered result, the tensor before it is scattered, the reduced tensor. An
-    all-reduce is a reduce-scatter and an all-gather.
+    `size` is the bytes of the whole tensor: the gathered result, the tensor before it is scattered, the reduced tensor.
+    An all-reduce is a reduce-scatter and an all-gather.
     """
     if op in ("all_gather", "reduce_scatter", "all_to_all"):
         return size * (ranks - 1) // ranks
@@ -193,9 +193,9 @@ class RelayGroup(dist.ProcessGroup):
     def _call(
         self, op: str, whole: Sequence[Tensor], call: Callable[..., Any], *args: Any, sent: int | None = None
     ) -> Any:
-        """Run the collective `op` of `whole` as `call(*args)`; the last of `args` are the options or None.
+        """Run the collective `op` as `call(*args)`; the last of `args` are its options, or None.
 
-        `sent` is the number of bytes that this rank sends, by default that of `wire_bytes`.
+        `sent` is the number of bytes that this rank sends, by default `wire_bytes` of the tensors `whole`.
         """
         raise NotImplementedError
 
@@ -252,7 +252,8 @@ class RelayGroup(dist.ProcessGroup):
 
 
 def without_default(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a collective without options of None, for which it has defaults."""
+    """The arguments of a collective; without the last, its options, if they are None, since a collective has
+    defaults."""
     return args if args[-1] is not None else args[:-1]
 
 

@@ -28,7 +28,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def no_weights(directory: Path) -> str:
-    """The problem of a directory without weights, and what to do with the files that are there."""
+    """Describe the problem of a directory without weights, and what to do with the files that are there."""
     text = f"holds no {WEIGHTS}"
     if pickled := sorted(file.name for file in directory.glob("*.bin")):
         text += f"; {pickled} are pickles, which fppo does not open: save the model as safetensors first"

@@ -53,7 +53,8 @@ class PlayedEpisode(NamedTuple):
 
 
 class Plays(Protocol):
-    """A player of episodes: it gets a data row and a URL for each, or names the episodes itself at the URL `base`."""
+    """A player of episodes: `play` gets a data row and a URL for each episode; a player whose client names the episodes
+    itself uses the URL `base`."""
 
     def __enter__(self) -> Any: ...
 
@@ -97,8 +98,8 @@ class _AgentFunction(NamedTuple):
 class AgentRunner(FunctionRunner):
     """An agent, ready to play; close it, or use it in a `with` statement.
 
-    It runs in `workers` processes, or with `inline` in this one, `concurrency` episodes of each at a time. An episode
-    that raises, or takes longer than `time_limit` seconds, has no score. Failures are logged.
+    It runs in `workers` processes, or with `inline` in this one, with `concurrency` episodes at a time in each. An
+    episode that raises, or takes longer than `time_limit` seconds, has no score. Failures are logged.
     """
 
     def __init__(

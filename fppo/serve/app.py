@@ -31,7 +31,8 @@ _GONE = 499  # the status that servers note for a client that has gone; nobody r
 def app_of(routers: Sequence[APIRouter], *, key: str, bounds: Bounds) -> App:
     """The application of these routes. A request without this key gets an error, and nothing else.
 
-    GET /health answers without a key: by a router's own route, or that all is well. Raises ValueError for an empty key.
+    GET /health answers without a key, by a router's own route or else with status "ok". Raises ValueError for an empty
+    key.
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     for router in routers:
@@ -94,7 +95,7 @@ async def _healthy() -> JSONResponse:
 
 
 def health_response(problem: str | None) -> JSONResponse:
-    """The response about a server's health, with status 503 where it has a problem."""
+    """The response to a question for the server's health: its `problem` with status 503, or "ok" if it has none."""
     if problem is None:
         return JSONResponse({"status": "ok"})
     return JSONResponse({"status": "failed", "error": problem}, 503)
@@ -113,7 +114,7 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
 
 @attrs.frozen(kw_only=True)
 class Body:
-    """A `receive` that gives a body that has been read, and then whatever comes after it."""
+    """A `receive` that first yields a body that has been read already, and then the messages after it."""
 
     body: bytes
     receive: Receive
@@ -127,8 +128,8 @@ class Body:
 
 
 async def read_body(scope: Scope, receive: Receive, most: int) -> bytes | None:
-    """The whole body of a request; None if the client has gone before its end. Raises ValueError for one of over `most`
-    bytes, before all of it has come."""
+    """The whole body of a request; None if the client goes away before its end. Raises ValueError for a body of over
+    `most` bytes, before all of it has come."""
     length = dict(scope["headers"]).get(b"content-length", b"0")
     parts, size, more = list[bytes](), int(length) if length.isdigit() else 0, True
     if size > most:
@@ -191,7 +192,8 @@ class Guard:
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of work for a client, which is cancelled once the client has gone. Raises ApiError then."""
+    """Await `work` for a client, and return its result. Once the client has gone, the work is cancelled, and ApiError
+    raised."""
     waiting, left = asyncio.current_task(), list[bool]()
     assert waiting is not None
     gone = asyncio.ensure_future(_gone(request.receive))
@@ -219,7 +221,7 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A response of server-sent events. `close` is called at its end, also where the client goes away before."""
+    """A response of server-sent events. `close` is called at its end, also if the client goes away before."""
 
     def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -227,7 +229,7 @@ class EventStream(Response):
         self._events, self._close = events, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events as they come."""
+        """Send the events as they come."""
         del scope
         work, gone = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(_gone(receive))
         try:

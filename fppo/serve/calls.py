@@ -44,8 +44,8 @@ class ParsedTurn(NamedTuple):
 
 
 class ReadTurn(Protocol):
-    """A parser of turns. `whole` is the turn with the token that ended it, `text` without, `before` what precedes it;
-    texts that hold no call come back as they are."""
+    """A parser of a turn's `text`. `whole` also has the token that ended the turn, and `before` is the text that
+    precedes it. A text without a call is returned as it is."""
 
     def __call__(self, text: str, whole: str, before: str, tools: Sequence[Tool]) -> ParsedTurn: ...
 
@@ -55,13 +55,14 @@ _SPOKEN = ("content", "reasoning_content", "thinking")
 
 @attrs.frozen
 class ResponseTemplate:
-    """A parser of turns by the tokenizer's own `response_template`, which keeps every part of a field with several."""
+    """A parser of turns by the tokenizer's `response_template`, changed to keep all parts of a field that occurs
+    several times."""
 
     tokenizer: Any
 
     @cached_property
     def _template(self) -> Mapping[str, Any]:
-        """The template, changed so that text fields list all their parts; otherwise it keeps the last part alone."""
+        """The template, changed so that text fields list all their parts; unchanged, it keeps the last part alone."""
         own = self.tokenizer.response_template
         fields, given = own["fields"], own.get("defaults", {})
         listed = {name: {**fields[name], "repeats": True} for name in _SPOKEN if name in fields and name not in given}
@@ -186,7 +187,7 @@ def form_of(tokenizer: Any, reader: ReadTurn, options: ChatOptions = PLAIN) -> C
     """The form of calls, where the chat template writes the function's name before its arguments, and the parser reads
     the call back; None otherwise.
 
-    The form begins where the template's prompt ends. If that has opened a thought, the form closes it.
+    The form begins where the template's prompt ends. If the prompt has opened a thought, the form closes the thought.
     """
     shown, arguments = attrs.evolve(options, tools=[_TOOL]), ({_ARGUMENT: _VALUE}, {_VALUE: 7}, {})
     turns = [turn for each in arguments if (turn := _turn_of(tokenizer, shown, each)) is not None]
@@ -204,7 +205,8 @@ def form_of(tokenizer: Any, reader: ReadTurn, options: ChatOptions = PLAIN) -> C
 def _turn_of(
     tokenizer: Any, options: ChatOptions, arguments: Mapping[str, Any], content: str = ""
 ) -> tuple[str, str] | None:
-    """A prompt, and the text of a turn after it that is a call; None if the template writes no such turn there."""
+    """A prompt, and the text of a turn after it that calls a function; None if the template writes no such turn after a
+    prompt."""
     asked = [{"role": "user", "content": "x"}]
     call = {"id": "call00000", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
     said = {"role": "assistant", "content": content, "tool_calls": [call]}

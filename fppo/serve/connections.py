@@ -28,7 +28,7 @@ Address = tuple[str, int]
 
 
 def most_connections() -> int:
-    """The connections that this process may have open: most of its descriptors that are free."""
+    """The number of connections that this process may have open: most of its free descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         used = len(os.listdir("/proc/self/fd"))
@@ -104,8 +104,8 @@ class Connection(asyncio.Protocol):
 
 
 class Acceptor:
-    """Accepts a listener's connections, up to `most`. Beyond that, an idle connection is closed for the next one: the
-    oldest, those that never had a request first."""
+    """An acceptor of a listener's connections, up to `most`. Beyond that, an idle connection is closed for the next
+    one: first those that never had a request, the oldest first."""
 
     def __init__(self, listener: socket.socket, *, most: int, head_seconds: float, idle_seconds: float) -> None:
         listener.setblocking(False)
@@ -144,11 +144,11 @@ class Acceptor:
         self._pause()
 
     def add(self, connection: Connection) -> None:
-        """Take a connection in."""
+        """Register an open connection."""
         self._open[connection.address] = connection
 
     def remove(self, connection: Connection) -> None:
-        """Let go of a connection that is lost."""
+        """Forget a connection that is lost, and accept others again."""
         if self._open.get(connection.address) is connection:
             del self._open[connection.address]
         self._resume()
@@ -184,7 +184,7 @@ class Acceptor:
             task.add_done_callback(self._coming.discard)
 
     def _make_room(self) -> None:
-        """End one idle connection. The next one is accepted once any has ended."""
+        """Close one idle connection. The next client is accepted once any connection has ended."""
         self._say(f"{self._most} connections are open, the most: those without a request make room for others")
         self._pause()
         waiting = [each for each in self._open.values() if not each.busy]
@@ -205,7 +205,7 @@ class Acceptor:
                 client.close()
 
     def _say(self, text: str) -> None:
-        """Say something once."""
+        """Log a warning, each text once."""
         if text not in self._said:
             self._said.add(text)
             _log.warning("%s", text)

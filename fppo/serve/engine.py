@@ -164,7 +164,7 @@ class AgentEngine:
         return attrs.evolve(rollout, extras=Column(extras))
 
     def _lost(self, ask: Ask, place: int) -> EpisodeRow:
-        """The row of an episode in which nothing was said: one token, and no score."""
+        """The row of an episode in which the policy answered nothing: the prompt and one padding token."""
         row = place // ask.sampling.n
         prompt = ask.prompts.tokens[row][ask.prompts.attention_mask[row].bool()].tolist()
         nothing = torch.zeros(1)
@@ -181,7 +181,8 @@ class AgentEngine:
 
 
 def _row_of(name: str) -> int:
-    """The number of an episode's row: the second number in a name of ours, else that of `row_number`."""
+    """The number by which an episode's answers are drawn: its row, in a name "ROLLOUT-ROW" of this engine, else
+    `row_number`."""
     first, _, number = name.partition("-")
     return int(number) if first.isdigit() and number.isdigit() else row_number(name)
 

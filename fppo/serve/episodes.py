@@ -30,8 +30,8 @@ _TURN_BYTES, _TOKEN_BYTES = 8 << 10, 48  # of memory: an answer's tensors and pl
 class RecordedTurn:
     """An answer, and the ids before it: a prompt, or the observation after the previous answer.
 
-    The last `opened` of the ids before it open a call that the client forced. The policy drew none of them, but they
-    begin the text.
+    The last `opened` ids of `before` open a call that the client forced. The policy drew none of them, but they begin
+    the text.
     """
 
     before: tuple[int, ...]
@@ -57,7 +57,7 @@ class RecordedTurn:
 
 @attrs.frozen(eq=False)
 class EpisodeRow:
-    """A prompt and answers to it, in turn, with what was said between them."""
+    """A prompt and answers to it, in turn, with the observations between them."""
 
     number: int  # among the rows of its episode
     turns: tuple[RecordedTurn, ...]
@@ -90,14 +90,14 @@ class Items:
         return Items(data, [*self.ends, *(first + end for end in other.ends)])
 
     def between(self, start: int, end: int) -> bytes:
-        """The items from one number to another."""
+        """The bytes of the items from index `start` to before `end`."""
         return self.data[self.ends[start - 1] if start else 0 : self.ends[end - 1] if end else 0]
 
 
 class Conversation(NamedTuple):
     """A request's conversation as comparable items.
 
-    `cuts` are the lengths at which it may continue an earlier answer, the longest first; None: all.
+    `cuts` are the numbers of items after which it may continue an earlier answer, the highest first; None: all.
     """
 
     kind: Kind
@@ -106,12 +106,13 @@ class Conversation(NamedTuple):
     cuts: Sequence[int] | None = None
 
     def behind(self, items: Items) -> Conversation:
-        """The conversation with an answer."""
+        """The conversation followed by an answer's `items`."""
         return self._replace(items=self.items + items)
 
 
 def of_messages(messages: Sequence[Message], tools: Sequence[Any]) -> Conversation:
-    """A chat. It may only continue its last assistant's message, and only if other messages follow."""
+    """The conversation of a chat. It may only continue its last assistant's message, and only if other messages
+    follow."""
     last = max((place for place, each in enumerate(messages) if each["role"] == "assistant"), default=-1)
     cuts = [last + 1] if 0 <= last < len(messages) - 1 else []
     head = json.dumps(tools, sort_keys=True).encode() if tools else b""
@@ -125,7 +126,7 @@ def items_of(messages: Sequence[Message]) -> Items:
 
 
 def _message_bytes(message: Message) -> bytes:
-    """The bytes of a message, after their number."""
+    """The bytes of a message, after their count."""
     shown: Any = message
     if message["role"] == "assistant":
         calls = [[x["function"]["name"], x["function"]["arguments"]] for x in message.get("tool_calls", ())]
@@ -135,12 +136,12 @@ def _message_bytes(message: Message) -> bytes:
 
 
 def of_ids(ids: Sequence[int]) -> Conversation:
-    """A prompt of ids."""
+    """The conversation of a prompt of ids."""
     return Conversation("ids", b"", _of_width(array("q", ids).tobytes(), 8))
 
 
 def of_text(text: str) -> Conversation:
-    """A prompt of text."""
+    """The conversation of a prompt of text."""
     return Conversation("text", b"", _of_width(text.encode("utf-32-le"), 4))
 
 
@@ -162,17 +163,17 @@ class AnswerPlace:
 
     @property
     def before(self) -> tuple[int, ...]:
-        """The ids before what the conversation adds."""
+        """The ids of the row to which the conversation adds others."""
         return self.known if self.row is None else self.row.ids
 
     @property
     def used(self) -> int:
-        """The tokens of the row's response before what the conversation adds."""
+        """The number of tokens in the row's response to which the conversation adds others."""
         return 0 if self.row is None else sum(turn.size for turn in self.row.turns) - len(self.row.prompt)
 
     def key_of(self, key: Key) -> Key:
-        """The key for its answer, by the numbers of the row and the answer. In an episode's first row it is the key by
-        which `rollout.TurnsEngine` draws that turn."""
+        """The key of this answer's draws, by the numbers of the row and the answer. In an episode's first row it is the
+        key by which `rollout.TurnsEngine` draws that turn."""
         own = key if self.number == 0 else key.fold("row", self.number)
         return own if self.row is None else own.fold("turn", len(self.row.turns) + 1)
 
@@ -219,11 +220,11 @@ class Episodes:
         self._lock = threading.RLock()
 
     def begin(self, name: str | None, conversation: Conversation) -> AnswerPlace:
-        """Open a place for an answer to a conversation, in the named episode, or else in one that the conversation
-        finds.
+        """Open a place for an answer to a conversation: in the episode `name` or, without a name, in the episode whose
+        recorded conversation it continues, else in a new one.
 
-        Close it by `commit` or `abandon`. Two answers to the same conversation are in different rows; the second row
-        begins with the ids of the first.
+        Close the place by `commit` or `abandon`. Two answers to the same conversation are in different rows; the second
+        row begins with the ids of the first.
         """
         with self._lock:
             found = self._find(name, conversation)
@@ -237,7 +238,7 @@ class Episodes:
             return start
 
     def commit(self, start: AnswerPlace, turn: RecordedTurn, whole: Conversation) -> None:
-        """Records an answer, with the conversation up to and with it."""
+        """Record an answer; `whole` is the conversation that ends with it."""
         with self._lock:
             self._close(start)
             rows = self._rows.setdefault(start.name, {})
@@ -255,7 +256,7 @@ class Episodes:
             self._thin()
 
     def abandon(self, start: AnswerPlace) -> None:
-        """Closes the place of an answer that nobody reads."""
+        """Close the place of an answer that nobody reads."""
         with self._lock:
             self._close(start)
             if not self._rows.get(start.name) and start.name not in self._open:
@@ -272,7 +273,7 @@ class Episodes:
             return tuple(row for _, row in sorted(self._rows.get(name, {}).items()))
 
     def take(self, name: str) -> tuple[EpisodeRow, ...]:
-        """The rows of an episode, which is forgotten."""
+        """Return the rows of an episode, and forget it."""
         with self._lock:
             rows = self.rows(name)
             self._forget(name)
@@ -349,7 +350,7 @@ _NOWHERE = _Place("", -1, 0, "")
 
 
 def _digests(scope: str, conversation: Conversation, sizes: set[int]) -> Iterator[tuple[int, bytes]]:
-    """The digests of a conversation's first items, for each of the sizes, in order."""
+    """Yield (size, digest of the conversation's first `size` items) for each of the sizes, ascending."""
     state = hashlib.blake2b(digest_size=16)
     for part in (scope.encode(), conversation.kind.encode(), conversation.head):
         state.update(len(part).to_bytes(8, "little") + part)

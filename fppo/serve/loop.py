@@ -23,7 +23,7 @@ Newer = Callable[[], tuple[Params, int] | None]
 
 
 class DrawnPart(NamedTuple):
-    """The tokens of an answer that a step drew, for those who stream it."""
+    """The tokens of an answer that a step drew, for a client that streams it."""
 
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -35,7 +35,7 @@ Receive = Callable[[Event], None]
 
 
 class ServerStopped(RuntimeError):
-    """The server takes no more requests, or ended while one was being answered."""
+    """Error of a server that takes no more requests, or that ended while one was being answered."""
 
 
 @attrs.define(eq=False)
@@ -86,7 +86,7 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, args=(params,), name="fppo-engine", daemon=True)
 
     def start(self) -> EngineLoop:
-        """Begins; returns once the engine is open. Raises what opening it raises."""
+        """Start the thread; returns once the engine is open. Raises any error of opening it."""
         self._thread.start()
         self._ready.wait()
         if self.failure is not None:
@@ -94,8 +94,8 @@ class EngineLoop:
         return self
 
     def submit(self, request: Request, receive: Receive, *, along: bool) -> None:
-        """Add a request; in the running event loop, `receive` gets its end, and with `along` its tokens as they are
-        drawn.
+        """Add a request. In the running event loop, `receive` is called with its end and, with `along`, with its tokens
+        as they are drawn.
 
         Raises ServerStopped. An error of the request itself goes to `receive` as its end.
         """
@@ -109,7 +109,7 @@ class EngineLoop:
         self._calls.put(waiting)
 
     def cancel(self, name: str) -> None:
-        """End a request and forget it, without a further call of `receive`."""
+        """End a request and forget it; `receive` is not called again."""
         with self._lock:
             self._left(name)
 
@@ -120,13 +120,14 @@ class EngineLoop:
         self._calls.put(both)
 
     def release(self, names: Sequence[str]) -> None:
-        """Forgets the contexts of requests that have ended."""
+        """Forget the contexts of requests that have ended."""
         self._calls.put(lambda requests: requests.release(names))
 
     def put(self, name: str, adapter: Adapter, version: int = 0) -> Future[None]:
-        """Gives the engine an adapter under a name, between two steps, as `AdapterRequests.put` does.
+        """Give the engine an adapter under a name, between two steps, as `AdapterRequests.put` does.
 
-        The future has its errors, and ValueError for an engine that takes no adapters."""
+        The returned future has the errors, with ValueError for an engine that takes no adapters.
+        """
 
         def put(requests: Requests) -> None:
             if not hasattr(requests, "put"):
@@ -136,11 +137,11 @@ class EngineLoop:
         return self._called(put)
 
     def drop(self, name: str) -> Future[None]:
-        """Has the engine forget an adapter, as `AdapterRequests.drop` does."""
+        """Have the engine forget an adapter, as `AdapterRequests.drop` does."""
         return self._called(lambda requests: cast(AdapterRequests, requests).drop(name))
 
     def _called(self, call: Callable[[Requests], None]) -> Future[None]:
-        """Make a call between two steps, and return its future."""
+        """Have the thread make a call between two steps; returns the future of its end."""
         result: Future[None] = Future()
 
         def called(requests: Requests) -> None:
@@ -158,11 +159,11 @@ class EngineLoop:
         return result
 
     def update(self, params: Params, version: int) -> None:
-        """Goes on with newer weights, from the next step on."""
+        """Decode with newer weights, from the next step on."""
         self._calls.put(lambda requests: self._update(requests, params, version))
 
     def stop(self) -> None:
-        """Ends: those who wait get `ServerStopped`. Returns once the engine is closed."""
+        """End the thread; open requests get `ServerStopped`. Returns once the engine is closed."""
         with self._lock:
             self._stopped = True
         self._calls.put(None)
@@ -275,7 +276,7 @@ class EngineLoop:
             _post(home, each)
 
     def _along(self, drawn: DrawnTokens) -> list[tuple[str, DrawnPart]]:
-        """The tokens of a step by request, for those that are streamed."""
+        """The tokens of a step by request, for the requests that are streamed."""
         along: dict[str, tuple[list[int], list[float]]] = {}
         for name, token, log_prob in zip(drawn.names, drawn.tokens, drawn.log_probs, strict=True):
             if name in self._readers:
@@ -285,7 +286,7 @@ class EngineLoop:
         return [(name, DrawnPart(tuple(tokens), tuple(log_probs))) for name, (tokens, log_probs) in along.items()]
 
     def _left(self, name: str) -> _Waiting | None:
-        """Forgets a request, and returns who waits for it; None if nobody does."""
+        """Forget a request; returns its entry, or None if nobody waits for it."""
         self._readers.discard(name)
         return self._waiting.pop(name, None)
 
@@ -302,7 +303,7 @@ class EngineLoop:
 
 
 def _post(home: asyncio.AbstractEventLoop, each: Sequence[tuple[Receive, Any]]) -> None:
-    """Calls the receivers in the thread of their event loop, unless that has ended."""
+    """Call each receiver with its event in the thread of the event loop `home`, unless that loop has ended."""
 
     def call() -> None:
         for receive, event in each:

@@ -84,7 +84,7 @@ def _check_model(service: Service, options: AnswerOptions) -> None:
 
 
 def _name_of(request: Request, options: AnswerOptions) -> str | None:
-    """The episode's name, by the path, the header or the user; None: it is found by the conversation."""
+    """The episode's name, by the path, the header or the user; None if the conversation is to find the episode."""
     name = request.path_params.get("episode") or request.headers.get(SESSION) or options.user
     if name is not None and len(name) > MOST_NAME:
         raise ApiError(400, f"the episode's name has {len(name)} characters; at most {MOST_NAME}")
@@ -113,7 +113,8 @@ def _form(service: Service, options: AnswerOptions, own: str, *, chat: bool) -> 
 async def _replied(
     request: Request, answers: Sequence[OpenAnswer], form: ReplyForm, options: AnswerOptions, *, shown: bool
 ) -> Response:
-    """The response, at once or as a stream. A client that goes away before its end ends its answers."""
+    """The response, whole or as a stream. If the client goes away before its end, the answers are cancelled. With
+    `shown` a stream has the texts as they are drawn, else at the end of each answer."""
     if options.stream:
         return EventStream(_events(answers, form, options, shown=shown), partial(_cancel, answers))
     try:
@@ -124,7 +125,7 @@ async def _replied(
 
 
 async def _whole(answers: Sequence[OpenAnswer]) -> list[WholeAnswer]:
-    """All answers, once they have ended. Of several the first that fails ends the waiting for the others."""
+    """All answers, once they have ended. If one fails, the others are not waited for."""
     if len(answers) == 1:
         return [await answers[0].whole()]
     tasks = [asyncio.ensure_future(answer.whole()) for answer in answers]
@@ -143,7 +144,7 @@ def _cancel(answers: Sequence[OpenAnswer]) -> None:
 async def _events(
     answers: Sequence[OpenAnswer], form: ReplyForm, options: AnswerOptions, *, shown: bool
 ) -> AsyncIterator[str]:
-    """The events of a stream; an error in the middle of it is its last one."""
+    """The events of a stream. An error in the middle of it is its last event. `shown` is as in `_replied`."""
     whole: list[WholeAnswer] = []
     parts = _merged(answers)
     try:

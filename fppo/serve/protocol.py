@@ -73,7 +73,7 @@ def wrong(param: str, message: str, code: str | None = None) -> ApiError:
 
 @attrs.frozen(kw_only=True)
 class AnswerOptions:
-    """The options that both kinds of completions have; None leaves a choice to the server."""
+    """The options of a request, for chats and for completions of text alike; None leaves a choice to the server."""
 
     model: str | None
     temperature: float | None
@@ -184,7 +184,7 @@ _COMMON = (
 
 
 def _check_names(body: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raises ApiError for unknown parameters, and for those that would change what is sampled."""
+    """Raise ApiError for unknown parameters, and for known ones that would change the samples."""
     for name, value in body.items():
         if name in known or name in _IGNORED or value is None:
             continue
@@ -307,7 +307,7 @@ def _message(value: Any, name: str) -> Message:
 
 
 def _content(value: Any, name: str, *, may_lack: bool) -> str:
-    """The text of a content: a text, or a list of parts that are texts."""
+    """The text of a content: a text, or a list of parts that are texts; "" for null if the content `may_lack`."""
     if isinstance(value, str):
         return value
     if value is None and may_lack:
@@ -334,7 +334,7 @@ def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 
 def _forced(choice: Any, tools: Sequence[Mapping[str, Any]]) -> ForcedCall | None:
-    """The call that a choice of tools forces; None for none, auto and no choice."""
+    """The call that the parameter `tool_choice` forces; None if it is missing, "none" or "auto"."""
     if choice in (None, "none", "auto"):
         return None
     name = _name_of(choice)

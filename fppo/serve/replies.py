@@ -36,13 +36,13 @@ class ReplyForm:
         return {**self._head(kind), "choices": [self._choice(x) for x in answers], "usage": usage_of(answers)}
 
     def first(self, count: int) -> Iterator[dict[str, Any]]:
-        """The chunks with which a chat's stream begins."""
+        """The chunks with which the stream of a chat with `count` answers begins; none for other completions."""
         if self.chat:
             for index in range(count):
                 yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def part(self, index: int, part: AnswerPart, *, shown: bool) -> dict[str, Any] | None:
-        """The chunk of a part, with its text if that is to be `shown`; None if nothing is in it."""
+        """The chunk of a part, with its text if `shown`; None if the chunk would be empty."""
         text = part.text if shown else ""
         noted = self._noted(part.tokens, part.log_probs)
         if not text and not (part.tokens and (self.log_probs or self.token_ids)):
@@ -60,7 +60,7 @@ class ReplyForm:
         yield self._chunk(answer.index, {} if self.chat else "", finish=answer.finish)
 
     def usage(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
-        """The last chunk of a stream, with the numbers of tokens."""
+        """The last chunk of a stream, with the numbers of tokens of the prompt and the answers."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         return {**self._head(kind), "choices": [], "usage": usage_of(answers)}
 
@@ -101,7 +101,8 @@ class ReplyForm:
         return {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": [choice]}
 
     def _noted(self, tokens: Sequence[int], log_probs: Sequence[float], top: TopTokens | None = None) -> Any:
-        """The log-probs of tokens, and of the likeliest ones beside each, in the form of chats or of completions."""
+        """The log-probs of tokens, and of the likeliest ones beside each, in the form of chats or of completions; None
+        if the client asked for none."""
         if not self.log_probs:
             return None
         own = self._each(tokens, log_probs)
@@ -141,7 +142,7 @@ def _by_text(tokens: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _finite(log_prob: float) -> float:
-    """A log-prob that JSON can hold: the protocol's own least one stands for those of impossible tokens."""
+    """A log-prob that JSON can hold: at least the protocol's lowest, which stands for impossible tokens."""
     return log_prob if log_prob > _LEAST else _LEAST
 
 

@@ -62,7 +62,7 @@ def bound_socket(host: str, port: int, *, public: bool = False) -> socket.socket
 
 
 def address_of(listener: socket.socket) -> str:
-    """The URL of what a socket listens to."""
+    """The URL of the address that a socket listens on."""
     host, port, *_ = listener.getsockname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -76,11 +76,11 @@ def serving(
     head_seconds: float = 10.0,
     idle_seconds: float = 120.0,
 ) -> Iterator[str]:
-    """Serves the application in a thread, for as long as the context lasts; gives its URL.
+    """A context in which a thread serves the application; it yields the URL.
 
-    At most `most` connections are open, by default as many as the process has descriptors for. One that has not sent
-    the head of a request after `head_seconds` is closed, and so is one without a request for `idle_seconds` after its
-    last: an agent's tools may take long. At the end open connections have a few seconds to finish.
+    At most `most` connections are open, by default as many as the process has descriptors for. A connection is closed
+    if the head of a request has not come after `head_seconds`, or if none comes for `idle_seconds` after the last
+    request, since an agent's tools may take long. At the end open connections have a few seconds to finish.
     """
     door = Acceptor(listener, most=most or most_connections(), head_seconds=head_seconds, idle_seconds=idle_seconds)
     config = uvicorn.Config(
@@ -118,7 +118,8 @@ def _run(server: uvicorn.Server, door: Acceptor) -> None:
 
 
 async def _serve(server: uvicorn.Server, door: Acceptor) -> None:
-    """Serve until the server is to exit. Its connections come through the door, so that it has no sockets itself."""
+    """Serve until the server is to exit. The acceptor `door` accepts its connections, so that it has no sockets
+    itself."""
     config = server.config
     config.load()
     made = cast(Callable[..., asyncio.Protocol], config.http_protocol_class)

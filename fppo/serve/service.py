@@ -61,7 +61,8 @@ class Bounds:
 
 
 class TurnToAnswer(NamedTuple):
-    """A conversation to answer: `added` gives the ids that it adds to a row, `behind` the conversation with its answer.
+    """A conversation to answer. `added` gives the ids that the conversation adds to a row, and `behind` the
+    conversation with its answer.
 
     If a call is `forced`, the answer begins with the ids of `opening`, which are not drawn.
     """
@@ -74,7 +75,8 @@ class TurnToAnswer(NamedTuple):
     opening: tuple[int, ...] = ()
 
     def check(self, turn: ParsedTurn, end: End) -> None:
-        """Raises ApiError for an answer that does not begin with its forced call; one that was cut may lack it."""
+        """Raise ApiError for an answer that does not begin with its forced call; an answer that was cut may lack the
+        call."""
         if self.forced is None or (turn.calls and turn.calls[0].name in self.forced.functions):
             return
         if turn.calls:
@@ -91,7 +93,7 @@ class AnswerPlan:
 
     start: AnswerPlace
     prompt: tuple[int, ...]  # all ids before it
-    new: tuple[int, ...]  # those of them that its row does not have yet
+    new: tuple[int, ...]  # the ids of `prompt` that its row does not have yet
     request: Request
     asked: TurnToAnswer
     index: int  # among the answers to a request
@@ -112,15 +114,15 @@ class WholeAnswer:
     index: int
     turn: ParsedTurn
     finished: FinishedRequest
-    tokens: Sequence[int]  # those of `finished`
+    tokens: Sequence[int]  # the tokens of `finished`
     prompt: tuple[int, ...]  # all ids before it
     origin: str  # unique to the answer; the ids of its calls derive from it
     named: bool = False  # the client named the function that it calls
 
     @property
     def finish(self) -> str:
-        """The protocol's reason for its end: "tool_calls" if it has calls, unless the client named the function, or it
-        was cut."""
+        """The protocol's reason for its end: "tool_calls" if it has calls, unless it was cut or the client named the
+        function."""
         called = self.turn.calls and not self.named and self.finished.end != "length"
         return "tool_calls" if called else self.finished.end
 
@@ -183,7 +185,7 @@ class OpenAnswer:
             self.cancel()
 
     def cancel(self) -> None:
-        """Ends the answer and forgets it, unless it has ended."""
+        """End the answer and forget it, unless it has ended."""
         if not self._closed:
             self._closed = True
             self._loop.cancel(self.plan.request.name)
@@ -219,10 +221,11 @@ class Service:
         self._own, self._numbers = uuid.uuid4().hex, itertools.count()
         self._open = 0
         self._kept: OrderedDict[str, int] = OrderedDict()  # tokens of the rows whose contexts are kept, by request
-        self._kept_tokens = 0  # of all of them
+        self._kept_tokens = 0  # the sum of these
 
     def attach(self, loop: EngineLoop | None, sources: Sources | None = None) -> None:
-        """Continue with this engine, which has no kept contexts yet; None: requests are refused."""
+        """Continue with this engine, which has no kept contexts yet, and with `sources` if given. Without an engine,
+        requests are refused."""
         self._loop, self.sources = loop, sources or self.sources
         self._kept.clear()
         self._kept_tokens = 0
@@ -235,7 +238,7 @@ class Service:
         return self._loop
 
     def problem(self) -> str | None:
-        """The reason why no request can be answered any more; None if they can, or will be again."""
+        """The reason why no request can be answered any more; None if the engine has not failed."""
         failure = None if self._loop is None else self._loop.failure
         return None if failure is None else f"the engine failed: {type(failure).__name__}"
 
@@ -267,8 +270,8 @@ class Service:
         return self._opened(request.options, of, episode)
 
     def _of_text(self, prompt: str) -> TurnToAnswer:
-        """A prompt of text. It continues an earlier answer if it repeats all of that, including the text that ended
-        it."""
+        """The turn of a prompt of text. It continues an earlier answer if the prompt begins with that answer's
+        conversation, including the text that ended the answer."""
         texts, conversation = self.sources.texts, of_text(prompt)
         return TurnToAnswer(
             conversation,
@@ -364,7 +367,8 @@ class Service:
         )
 
     def _sampling(self, options: AnswerOptions, kind: Kind, most: int) -> Sampling:
-        """How an answer is drawn: as the request says, and else as the server does."""
+        """The sampling of an answer of at most `most` tokens: by the request's options, else by the server's. Raises
+        ApiError."""
         sampling, texts = self.sources.sampling, self.sources.texts
         given = {"top_p": options.top_p, "top_k": options.top_k}
         changes = {name: value for name, value in given.items() if value is not None}
@@ -386,7 +390,8 @@ class Service:
             raise ApiError(400, str(error)) from error
 
     def close(self, plan: AnswerPlan, turn: RecordedTurn | None, whole: Conversation | None = None) -> None:
-        """Close an answer, and record it as `turn`; None: it has not ended, or nobody reads it."""
+        """Close an answer, and record it as `turn`, which ends the conversation `whole`; None: it has not ended, or
+        nobody reads it."""
         self._open -= 1
         if turn is None or whole is None:
             self.episodes.abandon(plan.start)
@@ -400,15 +405,15 @@ class Service:
         self.episodes.commit(plan.start, turn, whole)
 
     def origin(self, plan: AnswerPlan) -> str:
-        """A name of an answer that no other server gives or, with `repeats`, one that derives from what its draws
-        depend on."""
+        """A name of an answer that no other server gives; with `Sources.repeats`, a name by the key, row and length
+        that the answer's draws depend on."""
         request = plan.request
         if self.sources.repeats:
             return f"{request.key.seed}/{request.row}/{len(plan.prompt)}"
         return f"{self._own}/{request.name}"
 
     def forget(self, requests: Sequence[str]) -> None:
-        """Releases the contexts of requests."""
+        """Release the contexts of requests."""
         held = [name for name in requests if name in self._kept]
         self._kept_tokens -= sum(self._kept.pop(name) for name in held)
         if held and self._loop is not None:

@@ -40,8 +40,8 @@ class Texts:
     word: tuple[int, ...]  # the ids of a word, after which others may be decoded
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """The ids of a conversation up to the policy's turn. Raises ApiError for one that the template refuses, or of
-        which it leaves something out."""
+        """The ids of a conversation up to the policy's turn. Raises ApiError for a conversation that the template
+        refuses, or does not show in full."""
         template = self._with(tools)
         try:
             ids = encode_chat(self.tokenizer, messages, options=template.options)
@@ -60,8 +60,9 @@ class Texts:
             raise wrong("messages", f"the chat template refuses them: {error}"[:500]) from error
 
     def opening(self, forced: ForcedCall, tools: Sequence[Tool] = ()) -> tuple[int, ...]:
-        """The ids with which every call of these functions begins, as the chat template writes one after its prompt.
-        Raises ApiError if that is not known, with the reason if the template does not even show `tools`."""
+        """The ids with which every call of these functions begins, as the chat template writes a call after its prompt.
+        Raises ApiError if the form of calls is not known; the error says so if the template does not even show
+        `tools`."""
         form = self.form
         texts = [] if form is None else [(text, form.before) for text in form.texts(forced.functions)]
         every = [encode_after(self.tokenizer, text, before) for text, before in texts]
@@ -83,14 +84,14 @@ class Texts:
         )
 
     def checked(self, ids: Sequence[int]) -> list[int]:
-        """The ids of a request. Raises ApiError for those that the policy does not know."""
+        """The ids of a request. Raises ApiError for ids that the policy does not know."""
         if (top := max(ids)) >= self.vocabulary:
             raise wrong("prompt", f"the id {top} is beyond the policy's {self.vocabulary} tokens")
         return list(ids)
 
     def stops(self, texts: Sequence[str], beside: StopTexts | None = None) -> tuple[tuple[int, ...], StopTexts | None]:
-        """The tokens and the texts that end an answer: those that a request names in `texts`, and the texts
-        `beside`."""
+        """The tokens and the stop texts that end an answer, for the `texts` that a request names; the stop texts
+        `beside` end it as well."""
         if not texts:
             return (), beside
         tokens = tuple(self.ids[text] for text in texts if self.ids.get(text, self.vocabulary) < self.vocabulary)
@@ -154,8 +155,9 @@ class Texts:
 
 
 def texts_of(tokenizer: Any, *, vocabulary: int, chat: bool = True, options: ChatOptions = PLAIN) -> Texts:
-    """The texts of a policy, with `chat` by the tokenizer's chat template. Raises ValueError for one that does not show
-    the messages of a user; those of tools may be refused later, where a request has some."""
+    """The conversion of a policy's texts; with `chat` also of chats, by the tokenizer's chat template. Raises
+    ValueError for a template that does not show the messages of a user. If it does not show those of tools, requests
+    with some are refused."""
     template, reader, form, end = None, None, None, None
     if chat:
         try:
@@ -179,7 +181,7 @@ def texts_of(tokenizer: Any, *, vocabulary: int, chat: bool = True, options: Cha
 
 
 class AnswerReader:
-    """Decodes an answer while its tokens come, and gives the text that can no longer change, in parts.
+    """A decoder of an answer while its tokens come, which gives the text that can no longer change, in parts.
 
     With `continues` the text may begin with a space. The token that ends the answer is left out, and so is a stop text.
     Incomplete characters, and what may be the beginning of a stop text, are held back.
@@ -212,7 +214,7 @@ class AnswerReader:
         return self._give(len(self._text)), self._text
 
     def _read(self, end: int, *, whole: bool) -> None:
-        """Decodes up to an id, unless a character is unfinished there."""
+        """Decode up to the index `end` of the ids, unless a character is unfinished there; with `whole` even then."""
         if end <= self._done:
             return
         decoded = self._texts.continued if self._continues and not self._start else self._texts.decoded

@@ -76,7 +76,7 @@ class CheckpointMeta:
 
 
 def time_of(seconds: float) -> str:
-    """A time in the protocol's form."""
+    """A time in seconds since 1970 as the protocol writes it."""
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
 
 
@@ -141,7 +141,8 @@ class CheckpointStore:
         return meta
 
     def commit(self, meta: CheckpointMeta) -> CheckpointMeta:
-        """Make a checkpoint of the data that its folder has, in place of an earlier one of its name."""
+        """Complete the checkpoint whose data are in its folder, in place of an earlier one of its name; returns it with
+        its size."""
         place = self.place(meta.run, meta.kind, meta.name)
         data = place / meta.data
         size = sum(path.stat().st_size for path in data.rglob("*") if path.is_file())

@@ -132,7 +132,7 @@ def _check_inputs(where: str, datum: Datum, loss: Loss) -> None:
 
 
 def _flat_inputs(data: Sequence[Datum], loss: Loss, most: int) -> dict[str, Tensor]:
-    """The loss's inputs of all data, floating [R, K] each; none of a custom loss."""
+    """The loss's inputs by name, floating [R, K] each, for the R tokens of all data; {} for a custom loss."""
     names = () if loss.graph is not None else tuple(x for x in loss.takes if any(x in d.inputs for d in data))
     if partial := [name for name in names if not all(name in datum.inputs for datum in data)]:
         raise ValueError(f"some data have {partial[0]}, and others do not: give it in all or in none")

@@ -43,7 +43,7 @@ class TinkerBounds:
     datums: int = 1024  # of a pass
     tokens: int = 1 << 22  # of a pass, over all datums
     numbers: int = 1 << 24  # in one tensor, sparse ones written out
-    decoded: int = 1 << 24  # likewise in all tensors of a pass together
+    decoded: int = 1 << 24  # in all tensors of a pass together, sparse ones written out
     padded: int = 1 << 26  # of a pass, in one tensor of all its rows: datums times longest times most targets
     samples: int = 4096  # of one prompt
     drawn: int = 1 << 25  # likeliest tokens of all draws of a prompt: samples times their tokens times the most of each
@@ -73,7 +73,7 @@ class PassVerb:
 
 @attrs.frozen(kw_only=True)
 class StepVerb:
-    """A step of the optimizer; `kind` is the family that its numbers are of."""
+    """A step of the optimizer; `kind` is the family of optimizers that its `params` are for."""
 
     kind: str
     params: StepParams
@@ -241,7 +241,7 @@ def _datum(
 
 
 def _check_sizes(message: pb.ForwardBackwardRequest, bounds: TinkerBounds, vocabulary: int) -> None:
-    """Raise Refusal for tensors that are too large, or too large together, before any is written out."""
+    """Raise Refusal for tensors that are too large, alone or together, before a sparse one is made dense."""
     numbers = pixels = 0
     for place, datum in enumerate(message.data):
         for key, tensor in datum.loss_fn_inputs.items():
@@ -327,7 +327,7 @@ def _check_ids(ids: np.ndarray, name: str, vocabulary: int) -> None:
 
 
 def tensor_of(message: pb.Tensor, name: str, bounds: TinkerBounds) -> Tensor:
-    """A tensor of the protocol, a sparse one with zeros written out. Raises Refusal."""
+    """A tensor of the protocol; a sparse one is made dense, with zeros. Raises Refusal."""
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
         raise refused(name, f"dtype {message.dtype}: give float32 or int64")
@@ -357,7 +357,8 @@ def _numbers(data: bytes, dtype: np.dtype, name: str) -> np.ndarray:
 def dense_of(
     values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: Sequence[int], name: str, *, fill: int = 0
 ) -> np.ndarray:
-    """A sparse matrix (CSR: `rows` are its row pointers) of this shape, with `fill` written out. Raises Refusal."""
+    """A sparse matrix of this shape made dense, with `fill` where it has no value (CSR: `rows` are its row pointers).
+    Raises Refusal."""
     if len(shape) != 2 or len(rows) != shape[0] + 1 or len(columns) != len(values):
         raise refused(name, f"sparse of shape {list(shape)}, {len(rows)} row pointers, {len(columns)} columns")
     if rows[0] != 0 or rows[-1] != len(values) or (np.diff(rows) < 0).any():
@@ -483,7 +484,7 @@ def name_of(value: str) -> str:
 
 
 def seconds_of(value: int | None) -> int | None:
-    """A time to live. Raises Refusal."""
+    """Check a time to live in seconds. Raises Refusal."""
     if value is not None and not _TTL[0] <= value <= _TTL[1]:
         raise refused("ttl_seconds", f"{value}: give {_TTL[0]} (an hour) to {_TTL[1]} (ten years), or nothing")
     return value

@@ -26,7 +26,7 @@ def json_payload(value: Mapping[str, Any]) -> Payload:
 
 
 def error_of(failed: FailedRequest) -> dict[str, str]:
-    """The protocol's error."""
+    """A failed request as the protocol's error."""
     return {"error": failed.error, "category": failed.category}
 
 
@@ -106,7 +106,7 @@ def _write_top(message: pb.TopkLogprobs, top: TopTokens) -> None:
 
 
 def _write_targets(message: pb.Tensor, found: Tensor, work: SampleWork) -> None:
-    """Log-probs in the layout of the request's targets; 0 where these name no token."""
+    """Write log-probs in the layout of the request's targets; 0 where a target names no token."""
     assert work.scores.targets is not None
     values = found.masked_fill(work.scores.targets < 0, 0.0)
     if work.sparse is None:

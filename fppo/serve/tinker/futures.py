@@ -70,7 +70,7 @@ class _Future:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """The sort key of the order in which outcomes are forgotten to make room."""
+        """The sort key by which outcomes are forgotten to make room: those that were read first, then the earliest."""
         return self.retrieved is None, self.opened if self.retrieved is None else self.retrieved
 
 
@@ -132,7 +132,7 @@ class Futures:
                 self._count(future, 1)
 
     def settle(self, name: str, outcome: Outcome) -> None:
-        """Set an outcome, once, and wake those who wait for it; a name that is not open is ignored."""
+        """Set an outcome, once, and wake all that wait for it; a name that is not open is ignored."""
         with self._lock:
             future = self._held.get(name)
             if future is None or future.outcome is not None:
@@ -229,7 +229,7 @@ class Futures:
 
 
 class Completion(NamedTuple):
-    """The end of a request, for those who poll for the ends of many."""
+    """The end of a request, for clients that poll for the ends of many requests."""
 
     cursor: int
     name: str
@@ -237,7 +237,8 @@ class Completion(NamedTuple):
 
 
 class Completions:
-    """The ends of requests by target, in their order; one event loop calls.
+    """The ends of requests in their order, by target: a sampling session and a number of a client in it. One event loop
+    calls.
 
     Cursors begin at `first`. A later server must not begin lower, since a client may hold an earlier server's cursor.
     """

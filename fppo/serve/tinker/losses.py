@@ -97,7 +97,7 @@ class Loss:
 
     @property
     def flat(self) -> bool:
-        """Whether each position has a single target."""
+        """Whether data may have only one target for each position."""
         return self.graph is None and LOSSES[self.name].flat
 
     def counts(self, columns: Columns) -> Mask | None:
@@ -114,7 +114,8 @@ class Loss:
 
 @attrs.frozen
 class LossRule:
-    """A loss of the table: what it reads of data, and its formula."""
+    """A loss of the table: the inputs that it needs and that it `may` read, its formula, where log-probs count, the
+    default config, and whether data have one target for each position (`flat`)."""
 
     needs: tuple[str, ...]
     per_token: Callable[[Tokens, Columns, Mask, Config], Tokens]

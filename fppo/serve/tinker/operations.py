@@ -69,7 +69,7 @@ _OF_OPERATOR = (
 
 
 def _flag(x: Any, name: str) -> Any:
-    """An attribute on the list `ATTRIBUTES` of a tensor, or of a result with values and indices."""
+    """An attribute, on the list `ATTRIBUTES`, of a tensor or of a result with values and indices."""
     if not isinstance(x, Tensor) and name not in ("values", "indices"):
         raise ValueError(f"attribute {name} is one of tensors")
     return getattr(x, name)
@@ -97,8 +97,8 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(_functions())
 
 
 def check_call(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """The most elements that a call's result may have. Raises ValueError for arguments of other kinds than the
-    operation is for: a power of integers, text, lists that would be repeated."""
+    """Check a call's arguments, and return the most elements that its result may have. Raises ValueError for arguments
+    that the operation is not for: a high power of integers, text, lists that would be repeated."""
     name = target.rpartition(".")[2]
     values = [*args, *kwargs.values()]
     tensors = [x for x in values if isinstance(x, Tensor)]
@@ -121,7 +121,8 @@ def check_call(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> i
 
 
 def _check_numbers(target: str, name: str, values: Sequence[Any]) -> int:
-    """Arithmetic of Python's numbers, such as sizes."""
+    """Check arithmetic of Python's numbers, such as sizes, and return the elements of its result, 0. Raises
+    ValueError."""
     if not target.startswith("operator.") or not all(isinstance(x, (bool, int, float)) for x in values):
         raise ValueError("it takes tensors")
     if name == "pow" and any(isinstance(x, int) and abs(x) > 64 for x in values):

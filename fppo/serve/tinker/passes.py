@@ -42,7 +42,7 @@ def run_data(
     backward: bool = True,
 ) -> tuple[PassResult, Params | None]:
     """Run all data in micro-batches, in a fixed order. Returns the results in the data's order, and the sum of `grads`
-    and the gradient of the loss; `grads` as they are without `backward`."""
+    and the gradient of the loss; without `backward`, `grads` unchanged."""
     masks = masks_of(rows.rows, forward)
     inputs, kinds = ready(params, forward, None), {name: x.dtype for name, x in params.items()}
     results, order, total = list[PassResult](), list[int](), grads
@@ -78,7 +78,7 @@ def _loss_of(
 
 
 def _added(total: Params | None, new: Params, *, own: bool) -> Params:
-    """The sum of two trees of gradients, in the memory of `total` if that is the caller's own."""
+    """The sum of two trees of gradients; with `own` in the memory of `total`, which the caller gives up."""
     if total is None:
         return new
     if not own:

@@ -44,10 +44,9 @@ class SampleRecords:
                 self._size -= _size(old)
 
     def resolve(self, message: pb.ForwardBackwardRequest, session: str, bounds: TinkerBounds) -> None:
-        """Write the recorded log-probs of the samples that datums name into the datums; the samples must be of the
-        session.
+        """Write the recorded log-probs of the samples that datums name into the datums.
 
-        Raises Refusal.
+        Raises Refusal, also for samples of another session.
         """
         for place, datum in enumerate(message.data):
             if not datum.loss_fn_input_spans:

@@ -60,10 +60,11 @@ class BaseModel:
 
 @attrs.frozen
 class Adapters:
-    """A choice of trained weights: low-rank adapters on some kinds of weights, scaled by alpha / rank; all with rank 0.
+    """A choice of trained weights: low-rank adapters on some kinds of weights, scaled by alpha / rank; rank 0: all
+    weights.
 
-    `unembed` is the vocabulary head. Where that is tied to the embeddings both have the adapter. Raises ValueError for
-    a rank below 0, and for adapters of no kind of weights.
+    `unembed` is the vocabulary head. If the head is tied to the embeddings, both have the adapter. Raises ValueError
+    for a rank below 0, and for adapters of no kind of weights.
     """
 
     rank: int
@@ -201,7 +202,7 @@ def create_run(base: BaseModel, adapters: Adapters, optimizer: str = "adamw") ->
 
 
 def forward_of(run: TrainingRun) -> Forward:
-    """How passes of a run's model run."""
+    """The `Forward` of a run: its model, with the base's kernels."""
     return Forward(run.model, run.base.kernels)
 
 
@@ -255,8 +256,8 @@ def _outputs(data: Sequence[Datum], loss: Loss, rows: DataRows, result: PassResu
 
 
 def optim_step(run: TrainingRun, step: StepParams) -> tuple[TrainingRun, Mapping[str, float]]:
-    """Update a run by its gradients, which are gone then. Returns the run, and the metrics "grad_norm" (before
-    clipping), "lr" and "skipped": 1 if the norm was not finite, so that nothing changed.
+    """Update a run by its gradients, and drop them. Returns the run, and the metrics "grad_norm" (before clipping),
+    "lr" and "skipped": 1 if the norm was not finite, so that nothing changed.
 
     Raises ValueError for a run without gradients.
     """

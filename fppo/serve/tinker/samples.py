@@ -44,7 +44,7 @@ class SampleRules:
 class SampleWork:
     """Samples of a prompt: a row of the engine each, whose draws depend on the key and the row's number alone.
 
-    The first row scores the prompt. `sparse` are the row pointers and the columns of targets that came as a sparse
+    The first row also scores the prompt. `sparse` are the row pointers and the columns of targets that came as a sparse
     matrix.
     """
 
@@ -59,7 +59,7 @@ class SampleWork:
     sparse: tuple[Sequence[int], Sequence[int]] | None = None
 
     def requests(self, name: str, *, adapter: str | None, owner: str) -> list[Request]:
-        """The engine's requests."""
+        """The engine's requests NAME:ROW, one for each sample; `adapter` names the adapter to sample from, if any."""
         others = Scores(drawn_top=self.scores.drawn_top) if self.scores.drawn_top else None
         return [
             Request(
@@ -157,7 +157,7 @@ def _sampling(params: types.SamplingParams, most: int, rules: SampleRules, bound
 def _stops(
     stop: str | Sequence[str] | Sequence[int] | None, rules: SampleRules, bounds: TinkerBounds
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The tokens and the texts that end an answer: without any named, those of the model."""
+    """The tokens and the texts that end an answer, as the request names them; the model's own if `stop` is None."""
     if stop is None:
         return rules.stop_token_ids, ()
     given = [stop] if isinstance(stop, str) else [*stop]
@@ -175,7 +175,8 @@ def _stops(
 def _scores(
     request: types.SampleRequest, length: int, sampling: Sampling, bounds: TinkerBounds, vocabulary: int
 ) -> Scores:
-    """The log-probs to report. They are the model's own, so at temperatures other than 1 draws are scored, too."""
+    """The log-probs to report. They are the model's own, so at temperatures other than 1 drawn tokens are scored as
+    well."""
     top, k = request.topk_prompt_logprobs, request.prompt_alt_tokens_k
     for name, width in (("topk_prompt_logprobs", top), ("prompt_alt_tokens_k", k)):
         if not 0 <= width * length <= bounds.scored:

@@ -35,7 +35,7 @@ class _OpenEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is open."""
+        """Whether a request is open."""
         return any(self.open.values())
 
 
@@ -53,8 +53,8 @@ class _Open:
 class SamplerEngines:
     """The engines of a server's bases and of weights trained over them. One event loop calls.
 
-    `loops` are the bases' open ones. At most `most` engines of other weights are kept open, and at most `most_adapters`
-    adapters over each base, besides those in use.
+    `loops` are the bases' open engines; `engines`, by base, open others with other weights. At most `most` engines of
+    other weights are kept open, and at most `most_adapters` adapters over each base, besides those in use.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SamplerEngines:
     ) -> Outcome:
         """Draw samples from some weights, or from the base of this name. Errors are outcomes.
 
-        Places go to owners in turn. Work that is to be recorded is given to `record` with its draws.
+        Places go to owners in turn. If `work.record` is set, `record` is called with the work and its draws.
         """
         try:
             engine, adapter = await self._engine_of(weights)
@@ -147,7 +147,7 @@ class SamplerEngines:
             return await self._alone_engine(weights), None
 
     async def _beside(self, engine: _OpenEngine, weights: SampledWeights) -> bool:
-        """Have a base's engine hold an adapter; False if it cannot run beside others."""
+        """Give a base's engine an adapter; False if the adapter cannot run beside others."""
         if engine.adapters.get(weights.name) != weights.version:
             adapter = Adapter.of(weights.model, weights.params)
             try:
@@ -185,7 +185,7 @@ class SamplerEngines:
         return held
 
     async def forget(self, names: Sequence[str]) -> None:
-        """Let go of weights that are not sampled from any more. Those that still are make room for others later."""
+        """Drop weights that nobody needs any more. Weights with open requests stay, and make room for others later."""
         async with self._lock:
             for name in names:
                 self._alone.discard(name)

@@ -169,7 +169,7 @@ class TinkerService:
         return weights
 
     async def _let_go(self, ended: Mapping[str, Sequence[str]]) -> None:
-        """Forget the samplers of sessions that have ended, and their weights of these names."""
+        """Forget the samplers of sessions that have ended, and the weights named for each session."""
         for session, weights in ended.items():
             for sampler in self.registry.samplers_of(session):
                 self.completions.drop(sampler.name)
@@ -276,7 +276,7 @@ class TinkerService:
         return name
 
     def _check_room(self, owner: str) -> None:
-        """Raises Refusal, with status 429, if too many of an owner's requests wait: its client sends the request
+        """Raise Refusal, with status 429, if too many of an owner's requests wait; the client then sends the request
         again."""
         count, size = self.futures.pending(owner)
         if count > self.bounds.open_requests or size > self.bounds.open_bytes:
@@ -291,7 +291,8 @@ class TinkerService:
         await self._let_go(await asyncio.to_thread(self._swept_sessions))
 
     def _swept_sessions(self) -> dict[str, list[str]]:
-        """Sweep; returns the sessions that ended, with the names of their weights. Any thread may call."""
+        """Forget old results, end silent sessions, and release their idle runs. Returns the sessions that ended, with
+        the names of their weights. Any thread may call."""
         self.futures.sweep()
         silent = self.registry.silent(_SILENT)
         ended = {each.name: self._finish(each.name, each.owner, "interrupted") for each in silent}
@@ -369,7 +370,7 @@ class TinkerService:
     # losses
 
     def create_loss(self, owner: str, body: bytes) -> str:
-        """Store a custom loss; returns the name of the request, whose result is its name."""
+        """Store a custom loss; returns its name, which is also the name of the request."""
         request = decode.of_type(types.CreateCustomLossRequest, body)
         session = self.registry.session(request.session_id, owner)
         name = f"{session.name}:loss:{decode.number_of(request.custom_loss_seq_id, 'custom_loss_seq_id')}"
@@ -405,8 +406,8 @@ class TinkerService:
         return name
 
     def sampler(self, name: str, owner: str) -> Sampler:
-        """A sampling session of the owner's. Raises Refusal; with status 503, so that clients ask again, while requests
-        of an earlier server are done again that may make the session or its weights."""
+        """A sampling session of the owner's. Raises Refusal; with status 503, so that clients ask again, while a
+        request of an earlier server that may make the session or its weights is still to be repeated."""
         try:
             sampler = self.registry.sampler(name, owner)
         except Refusal:
@@ -421,7 +422,7 @@ class TinkerService:
         raise Refusal(f"sampling session {printable(name, 80)} is being made again: send the request again", status=503)
 
     def _is_done_again(self, run: str) -> bool:
-        """Whether requests of a run that an earlier server took in are still to be done."""
+        """Whether a run still has to repeat requests that an earlier server accepted and did not save."""
         return run in self._again and not self.worker.has_done(run, self._again[run])
 
     def sample(self, owner: str, request: types.SampleRequest) -> tuple[str, list[str]]:

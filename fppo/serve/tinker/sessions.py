@@ -42,7 +42,7 @@ class ClientSession:
 class Sampler:
     """A sampling session: the weights that it samples from.
 
-    These are the base's, those of a checkpoint at `path`, a snapshot of `run`, or its newest weights in flight.
+    The weights are the base's, those of a checkpoint at `path`, a snapshot of `run`, or the newest of `run` in flight.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Registry:
         return session
 
     def any_session(self, name: str, owner: str) -> ClientSession:
-        """A session of the owner's, also one that has finished. Raises Refusal."""
+        """A session of the owner's, open or finished. Raises Refusal."""
         session = self._sessions.get(name)
         if session is None or session.owner != owner:
             raise Refusal(f"there is no session {printable(name, 80)!r}", status=404)
@@ -120,7 +120,7 @@ class Registry:
             return [each for each in left if now - self._seen.setdefault(each.name, now) > seconds]
 
     def finish(self, name: str, owner: str, reason: str) -> bool:
-        """End a session, the first reason counts; False if it had ended."""
+        """End a session with its `reason`; False if it had ended, when the earlier reason stands."""
         session = self.any_session(name, owner)
         if session.finished is not None:
             return False
@@ -128,7 +128,7 @@ class Registry:
         return True
 
     def add_sampler(self, sampler: Sampler, *, keep: bool = True) -> None:
-        """Begin a sampling session; with `keep` the next server knows it, too."""
+        """Begin a sampling session; with `keep` it is logged, so that the next server has it."""
         if keep:
             self._append("sampler", sampler)
         else:
@@ -164,7 +164,7 @@ class Registry:
         self._append("loss", loss)
 
     def loss(self, name: str) -> StoredLoss | None:
-        """A custom loss."""
+        """A custom loss by its name; None if there is none."""
         return self._losses.get(name)
 
     def close(self) -> None:

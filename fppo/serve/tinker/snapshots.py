@@ -121,7 +121,7 @@ class Snapshots:
             return held.weights
 
     def keep(self, run: str) -> None:
-        """Store the snapshots of a run that are in memory alone."""
+        """Store on disk the snapshots of a run that are in memory alone."""
         with self._lock:
             for held in self._held.values():
                 if held.info.run == run:

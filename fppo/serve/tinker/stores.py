@@ -105,8 +105,8 @@ class WeightStores:
             self._export(run, data)
 
     def _export(self, run: TrainingRun, data: Path) -> None:
-        """Write files for other programs: a PEFT adapter, or a whole model after full training, and for an adapter that
-        PEFT's files cannot hold (of tied embeddings)."""
+        """Write files for other programs: a PEFT adapter; or a whole model, after full training and for adapters on
+        tied embeddings, which PEFT's files cannot hold."""
         model, params = runs.sampling_params(run)
         base, place = run.base, data / "files"
         if run.adapters.rank and lora_files.obstacle(model) is None:
@@ -150,7 +150,7 @@ class WeightStores:
         return runs.with_weights(run, attrs.evolve(run.state, params=params), optimizer=False)
 
     def _template(self, run: TrainingRun, meta: CheckpointMeta) -> TrainingRun:
-        """A run of the checkpoint's kind, whose state has the structure of the saved one."""
+        """A run with the checkpoint's adapters and optimizer, whose state has the structure of the saved one."""
         if (run.adapters.rank, run.optimizer) == (meta.adapters.rank, meta.optimizer):
             return run
         return runs.create_run(run.base, meta.adapters, meta.optimizer)

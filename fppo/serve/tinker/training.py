@@ -82,7 +82,7 @@ class HeldRun:
     place: Path
     journal: Journal
     done: int = -1  # the number of the last request that was done
-    saved: int = -1  # likewise, of the newest state on disk
+    saved: int = -1  # the number of the last request in the newest state on disk
     value: TrainingRun | None = None
     broken: str | None = None  # why the gradients of this step are not to be used
     cost: float = 0.0  # seconds of work since the saved state
@@ -212,7 +212,7 @@ class TrainingRuns:
         return sorted(own, key=lambda info: (-info.created, info.name))
 
     def last_request(self, run: str) -> float:
-        """When a run was last called."""
+        """The time of a run's last request."""
         return self._held[run].last
 
     def value(self, run: str) -> TrainingRun | None:
@@ -221,7 +221,7 @@ class TrainingRuns:
 
     def do(self, run: str, number: int, verb: RunVerb) -> Outcome:
         """Do a request. Errors are outcomes, and are recorded on disk, so that the next server gives the same. Raises
-        OSError if that fails; then the request has no outcome."""
+        OSError if the recording fails; then the request has no outcome."""
         held = self._held[run]
         first, tries = held.tried
         if number >= first:  # one that is done again is not what ends servers
@@ -247,7 +247,7 @@ class TrainingRuns:
         return outcome
 
     def done(self, run: str, number: int, seconds: float) -> None:
-        """Save the run's state where that is due."""
+        """Save the run's state if that is due after a request that took `seconds`."""
         held = self._held[run]
         held.cost += seconds
         due = held.due or held.cost * _SHARE > max(held.saving, 0.25) or held.journal.size > _BYTES
@@ -285,7 +285,7 @@ class TrainingRuns:
         held.saved, held.cost, held.saving, held.due = number, 0.0, self._clock() - start, False
 
     def release(self, run: str) -> None:
-        """Let go of an idle run whose session has ended; its checkpoints stay."""
+        """Drop the states and requests of an idle run whose session has ended; its description and checkpoints stay."""
         held = self._held[run]
         held.value, held.info = None, attrs.evolve(held.info, ended=True)
         write_whole(held.place / INFO, json.dumps(cattrs.unstructure(held.info), indent=1).encode())
@@ -399,7 +399,7 @@ def _try(held: HeldRun, number: int, tries: int) -> None:
 
 
 def _tried(place: Path) -> tuple[int, int]:
-    """The first request that no server has done, and how many servers ended during it; -1 if that is not known."""
+    """The first request that no server has done, and how many servers ended during it; (-1, 0) if that is not known."""
     try:
         number, tries = (place / DOING).read_text("ascii").split()
         return int(number), int(tries)

@@ -22,7 +22,7 @@ CREATED = 0  # the number of the request that creates a run
 
 @attrs.define(eq=False)
 class RunQueue:
-    """The requests of a run that are to be done. `next` is the number of the request that is to be done next."""
+    """The requests of a run that are to be done; `next` is the number of the next one."""
 
     name: str
     next: int
@@ -38,7 +38,7 @@ class RunActions(Protocol):
     def do(self, run: str, number: int, verb: RunVerb) -> Outcome: ...
 
     def done(self, run: str, number: int, seconds: float) -> None:
-        """Called once the outcome is set."""
+        """Note that a request is done and its outcome set, after `seconds` of work."""
         ...
 
     def give_up(self, run: str, numbers: Sequence[int], error: str) -> None:
@@ -77,11 +77,11 @@ class Worker:
         self._thread = threading.Thread(target=self._work, name="fppo-tinker", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End, after the request that is being done."""
+        """End the thread, after the request that is being done."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -171,7 +171,7 @@ class Worker:
             queue.busy = False  # only now may the run be let go of: its state has been saved, if that was due
 
     def _late(self) -> list[RunQueue]:
-        """The runs that have waited too long for a number."""
+        """The runs that have waited too long for the request that is next."""
         now, late = self._clock(), list[RunQueue]()
         for queue in self._runs.values():
             if queue.busy or not queue.todo or queue.next in queue.todo:
