@@ -94,8 +94,7 @@ def _teacher(step: StepMath, worlds: Sequence[SmallWorld]) -> tuple[dict[str, An
 
 
 def _against(step: StepMath, worlds: Sequence[SmallWorld], of: str) -> Typical:
-    """The bias of a step against the gradient of the divergence `of`; if `of` is "none", against the divergence of
-    whole responses ("sequence")."""
+    """The bias of a step against the gradient of the divergence `of`; for "none", against that of "sequence"."""
     known: dict[str, Divergence] = {x: x for x in DIVERGENCES}
     goal = known.get(of, "sequence")
     found = [step_bias(step, x) for x in worlds]
