@@ -12,8 +12,7 @@ def write(path: str, text: str) -> None:
 
 
 def show(words: str, numbers: str, json: str | None) -> None:
-    """Print `words`, and write `numbers`, a text in JSON, to the file `json` if given. If `json` is "-", print
-    `numbers` instead of `words`."""
+    """Print `words`, and write `numbers` (JSON) to the file `json` if given; if it is "-", print `numbers` instead."""
     print(numbers if json == "-" else words)
     if json not in (None, "-"):
         write(json, numbers)
