@@ -133,8 +133,8 @@ def _budgets(case: Case) -> list[int]:
 
 
 def _longer_axes(case: Case, axis: str) -> Iterator[Flags]:
-    """Yield changes of the mesh that make an axis 2, 4 or 8 times as long, with as many ranks fewer on the replicate or
-    the shard axis. All axes but the pipeline stay inside a node."""
+    """Yield changes of the mesh that make an axis 2, 4 or 8 times as long, and the replicate or the shard axis shorter
+    by the same factor. All axes but the pipeline stay inside a node."""
     for n in (2, 4, 8):
         size = case.size(axis) * n
         for name in ("replicate", "shard"):
