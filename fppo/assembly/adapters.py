@@ -45,7 +45,8 @@ def lora_of(section: LoraSettings) -> Lora:
 def load_policy(
     section: ModelSettings, critic: CriticSettings, key: Key, mesh: Mesh, device: torch.device
 ) -> tuple[Model, Params]:
-    """The policy, and its parameters on the device: with an adapter only the adapter's, before its first update.
+    """The policy and its trained parameters on the device, before the first update; with an adapter, the adapter's
+    alone.
 
     Raises ValueError for a model that uses weights in ways that adapters do not support, and, if quantisation is asked
     for, for a model that cannot be quantised.
@@ -105,7 +106,7 @@ def reader_params(section: ModelSettings, critic: CriticSettings, key: Key) -> P
 def _on_base(
     section: ModelSettings, critic: CriticSettings, policy: Model, key: Key, mesh: Mesh
 ) -> tuple[Model, Params]:
-    """A critic on the policy's own tensors, with the checkpoint's value head or a fresh one."""
+    """A critic whose layers are the tensors of the policy's base, with the checkpoint's value head or a fresh one."""
     again, model = critic.checkpoint_layers, bare_model(section, critic)
     model = model if again is None else attrs.evolve(model, checkpoint_layers=again)
     model = place_beside(model, policy, mesh)
@@ -133,7 +134,7 @@ def shape_of(section: ModelSettings, critic: CriticSettings | None = None) -> Mo
 
 
 def _critic_spec(section: LoraSettings) -> Lora:
-    """The critic's adapter."""
+    """The description of the critic's adapter."""
     spec, rank = lora_of(section), section.critic_rank
     return spec if rank is None else attrs.evolve(spec, rank=rank)
 

@@ -69,7 +69,7 @@ def input_lines(
 
 
 def clock_lines(said: Sequence[str]) -> list[str]:
-    """Lines on bits that the clock decides (`settings.clock.said_of_clock`)."""
+    """Lines on results whose last bits depend on timing; `said` are the texts of `settings.clock.said_of_clock`."""
     return [_line("bits", text) for text in said]
 
 

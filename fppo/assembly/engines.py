@@ -99,7 +99,7 @@ def embedded_engine(options: EngineOptions, model: Model, pad_token_id: int, mes
 def make_engine(
     here: Here, begin: Callable[[Here], Tools], options: EngineOptions, model: Model, pad_token_id: int
 ) -> Generate:
-    """The `generate` of an engine on a rank of the actor, with the actor's own parameters."""
+    """Make an embedded engine on a rank of the actor; returns its `generate`. `begin` makes this process's tools."""
     return embedded_engine(options, model, pad_token_id, here.mesh, begin(here)).generate
 
 
@@ -110,7 +110,8 @@ def make_engine_of_pool(
     options: EngineOptions,
     pad_token_id: int,
 ) -> Generate:
-    """The `generate` of an engine on a rank of its own, which parameters are sent to."""
+    """Make an engine on a rank of its own, to which the actor's parameters are sent; returns its `generate`. `begin`
+    makes the tools of this process, and `load` the model."""
     tools = begin(here)
     model = load(here.mesh, here.device if options.vllm is None else torch.device("cpu"))  # where parameters arrive
     if options.vllm is not None:
@@ -204,8 +205,12 @@ def _tool_runner(respond: tools.Respond, turns: TurnsSettings) -> ToolRunner:
 
 
 def _check_thinking_drop(encode: Encode, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError if the chat template shows tool messages only after calls, and the tokenizer cannot read calls
-    in turns."""
+    """Check that `rollout.turns.thinking = "drop"`, which leaves out earlier thoughts, can work with this chat
+    template.
+
+    Raises WrongSetting, a ValueError, if the template shows a tool's message only after the call that it answers, and
+    the tokenizer has no response template with which to find the calls in a turn.
+    """
     calls = isinstance(encode, ChatTemplate) and encode.behind_calls
     if calls and getattr(tokenizer, "response_template", None) is None:
         text = "the chat template shows a tool's message behind a call alone, and the tokenizer has no"
@@ -214,7 +219,8 @@ def _check_thinking_drop(encode: Encode, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def game_of(turns: TurnsSettings) -> Game:
-    """The game that answers the policy's turns. Raises ValueError if they are answered by anything else."""
+    """The game named by `rollout.turns.respond`, which answers the policy's turns. Raises ValueError if that setting
+    names anything but a game."""
     name = str(turns.respond)
     game = tools.resolve(name)
     if not isinstance(game, Game):

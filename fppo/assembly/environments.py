@@ -89,5 +89,5 @@ def episode_prompts(count: int, tokenizer: PreTrainedTokenizerBase) -> PromptSet
 
 
 def environment_terms(section: EnvironmentSettings) -> dict[str, tuple[RewardFn, float]]:
-    """The environment's reward as a term of the score, by name; empty without an environment."""
+    """The environment's reward as a term of the score: its name, function and weight; empty without an environment."""
     return {"environment": (environment_reward, 1.0)} if section.used else {}

@@ -85,9 +85,10 @@ def optimizer_of(
 
 
 def advantage_of(algorithm: AlgorithmSettings, kernels: Kernels) -> Advantage:
-    """The estimator that the settings name, as a function of the reward functions' weights by name.
+    """A function that makes the settings' advantage estimator, given the weights of the reward functions by name.
 
-    Raises ValueError if there is none, and for one that reads a critic's values but does not show it in its source.
+    Raises ValueError if no such estimator exists, and for one that reads a critic's values but does not show it in its
+    source.
     """
     part = algorithm.advantage
     (fn,) = bound(part, ESTIMATORS, "algorithm.advantage")
@@ -150,8 +151,9 @@ def check_laws(
     kernels: Kernels,
     usage: Usage,
 ) -> None:
-    """Check policy loss, estimator and kernels that settings name as module:function against the laws that take no
-    time; `names` are the kernels' settings. Raises SettingsError naming each that breaks one."""
+    """Check the user's own policy loss, estimator and kernels (named as module:function) against the laws that are
+    quick to check. `names` has each kernel's name by setting. Raises SettingsError naming each function that breaks a
+    law."""
     own = {"loss_fn": ("actor.loss.name", loss.name), "advantage_fn": ("algorithm.advantage.name", estimator.name)}
     wrong = screened(
         loss_fn=policy_loss(loss),
@@ -163,13 +165,13 @@ def check_laws(
 
 
 def check_own_kernels(names: Mapping[str, str], kernels: Kernels, usage: Usage) -> None:
-    """Check kernels that settings name as module:function against the laws that take no time. Raises SettingsError
-    naming each that breaks one."""
+    """Check the user's own kernels (named as module:function) against the laws that are quick to check; `names` has
+    each kernel's name by setting. Raises SettingsError naming each kernel that breaks a law."""
     _refuse(screened(kernels={op: getattr(kernels, op) for op in SCREENED}, usage=usage), _settings_of(names))
 
 
 def _settings_of(names: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """By operation, the setting that names its kernel, and the name."""
+    """The setting that chooses each operation's kernel, and the kernel's name, by operation."""
     return {setting.rpartition(".")[2]: (setting, name) for setting, name in names.items()}
 
 

@@ -53,7 +53,10 @@ def _line(why: str, path: str, names: Sequence[str]) -> list[str]:
 
 
 def _idle(part: Component, table: Functions, loss: Loss) -> Iterator[str]:
-    """The keywords of a part's function that change its loss where old and new differ, and not where they are equal."""
+    """Names of keywords that change a part's loss only where old and new values differ, never where they are equal.
+
+    `loss` computes the loss and gradient of a part at a given spread between old and new values.
+    """
     signature = signature_of(part.name, table)
     own = [_value_and_gradient(part, spread, loss) for spread in (_ROUNDING, *_SPREADS)]
     for name, keyword in () if signature is None else signature.keywords.items():
@@ -71,7 +74,7 @@ def _idle(part: Component, table: Functions, loss: Loss) -> Iterator[str]:
 
 
 def _others(value: Any, keyword: Keyword) -> list[Any]:
-    """Other values for a keyword, its default among them."""
+    """Values other than `value` to try for a keyword, its default among them."""
     found = [] if keyword.default is attrs.NOTHING else [keyword.default]
     if isinstance(value, bool):
         found.append(not value)
@@ -83,7 +86,8 @@ def _others(value: Any, keyword: Keyword) -> list[Any]:
 
 
 def _value_and_gradient(part: Component, spread: float, loss: Loss) -> tuple[Tensor, Tensor] | None:
-    """Loss and gradient, with the same random draws in every call; None for a part that does not take such a value."""
+    """Loss and gradient of a part, with the same random draws in every call; None if its function raises an error.
+    `spread` is the scale of the differences between old and new values."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         try:
@@ -99,7 +103,7 @@ def _differ(one: tuple[Tensor, Tensor] | None, two: tuple[Tensor, Tensor] | None
 
 
 def _of_policy(part: Any, spread: float) -> tuple[Tensor, Tensor]:
-    """The loss [B, T] of a policy loss and its gradient by the log-probs, on random rows."""
+    """Loss [B, T] and its gradient by the log-probs, on random rows with new log-probs about `spread` off the old."""
     loss_fn, mask = policy_loss(part), torch.ones(_ROWS, _WIDTH, dtype=torch.bool)
     old, moved, advantages = -torch.rand(_ROWS, _WIDTH), spread * torch.randn(_ROWS, _WIDTH), torch.randn(_ROWS, _WIDTH)
     given = ((old + moved).requires_grad_(), old, advantages, mask)
@@ -112,7 +116,7 @@ def _of_policy(part: Any, spread: float) -> tuple[Tensor, Tensor]:
 
 
 def _of_values(part: Any, spread: float) -> tuple[Tensor, Tensor]:
-    """The loss [B, T] of a value head and its gradient by the outputs, on random rows."""
+    """Loss [B, T] and its gradient by the outputs, on random rows with new values about `spread` off the old."""
     head, mask = value_head_of(part), torch.ones(_ROWS, _WIDTH, dtype=torch.bool)
     outputs, returns = torch.randn(_ROWS, _WIDTH, head.outputs), torch.randn(_ROWS, _WIDTH)
     given = (outputs if head.outputs > 1 else outputs[..., 0]).requires_grad_()

@@ -85,7 +85,8 @@ T = TypeVar("T")
 
 @attrs.frozen(kw_only=True)
 class Drawing:
-    """How prompts are drawn, from a cursor on: by a user's order, or by a curriculum."""
+    """How prompts are drawn from the cursor `begin` on: by the user's order, or by a curriculum that `learn`
+    updates."""
 
     order: Order | None = None
     curriculum: Curriculum | None = None
@@ -95,7 +96,7 @@ class Drawing:
 
 @attrs.frozen(kw_only=True)
 class EvalInputs:
-    """The inputs of an evaluation, opened as the settings name them."""
+    """The inputs of an evaluation on held-out prompts, opened as the settings name them."""
 
     device: torch.device
     kernels: Kernels
@@ -195,7 +196,8 @@ def _usage(
     *,
     in_turns: bool,
 ) -> Usage:
-    """How a run uses its functions, for their checks; `models` gives the builders of its models."""
+    """How a run uses its losses and kernels, so that they are checked under its own conditions. `models` returns the
+    functions that build the run's models."""
     return Usage(
         group=rollout.n,
         dtype=getattr(torch, section.compute_dtype),
@@ -222,7 +224,8 @@ def _text_tools(
 
 
 def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.device | None = None) -> EvalInputs:
-    """Open the inputs of an evaluation, and none for training alone. Raises SettingsError with all problems."""
+    """Open the inputs of an evaluation, without those that only training needs. Raises SettingsError that names all
+    problems at once."""
     search(settings.module_dirs)
     tried = Tried()
     device, names = device or tried(lambda: device_of(settings.device, settings.placement)), kernels_named(settings)
@@ -260,7 +263,7 @@ class Tried:
         self.problems: list[Exception] = []
 
     def __call__(self, act: Callable[[], T]) -> T | None:
-        """The result of `act`; None if it raises ValueError or OSError, which a user can mend; these are noted."""
+        """Return the result of `act`; if it raises ValueError or OSError, note the error and return None."""
         try:
             return act()
         except (ValueError, OSError) as error:
@@ -268,7 +271,7 @@ class Tried:
             return None
 
     def error(self) -> files.SettingsError:
-        """One error for all problems, caused by the first."""
+        """One SettingsError with all the problems collected; its cause is the first."""
         found = together(self.problems)
         lines = [x.problems if isinstance(x, files.SettingsError) else lines_of(x) for x in found]
         whole = files.SettingsError(list(dict.fromkeys(line for each in lines for line in each)))
@@ -383,8 +386,9 @@ def watching_of(section: LogSettings) -> dict[str, dict[str, Callable[..., Any]]
 
 
 def _check_values(named: Iterable[tuple[str, Any, Functions]], known: Sequence[Problem]) -> None:
-    """Raises SettingsError naming all keywords that the functions of parts refuse, and optimizers of a run that do not
-    import or are none. Keywords of parts with `known` problems are not tried."""
+    """Check the functions that settings name, given as (path, part, functions of its kind). Raises SettingsError naming
+    all keywords that a function refuses, and what is named as an optimizer but does not import or is none. Keywords of
+    parts with `known` problems are not tried."""
     every, tried = [*named], Tried()
     wrong = [str(problem) for problem in value_problems(every, known)]
     for path, part, _ in every:
@@ -424,7 +428,8 @@ def _check_truths(reward: RewardSettings, rollout: RolloutSettings, *prompt_sets
 def _models_named(
     section: ModelSettings, *, critic: bool, reference: bool, teacher: bool
 ) -> dict[str, tuple[str, str]]:
-    """By role, path and setting of the actor's model and of each other model with a path of its own."""
+    """The model path of the actor and of each other used role with a path of its own, and the setting that gives it, by
+    role."""
     paths = {
         "critic": (section.critic_path if critic else None, "model.critic_path"),
         "reference": (section.ref_path if reference else None, "model.ref_path"),
@@ -437,8 +442,8 @@ def _models_named(
 def _builders(
     section: ModelSettings, critic: CriticSettings | None, named: Mapping[str, tuple[str, str]]
 ) -> Mapping[str, Callable[[], Model]]:
-    """By role, a function that builds the model without parameters: for the actor, for the critic if its section is
-    given, and for reference and teacher if they are `named`."""
+    """Functions that build the models without parameters, by role: for the actor, for the critic if its section is
+    given, and for reference and teacher if `named` holds their paths."""
     built = {"actor": partial(bare_model, section)}
     if critic is not None:
         built["critic"] = partial(bare_model, section, critic)
@@ -489,7 +494,8 @@ def _check_models(
     *,
     trained: bool = True,
 ) -> None:
-    """Notes models that do not fit the tokenizer, each other, the prompts, the mesh or the longest row."""
+    """Note in `tried` all models that do not fit the tokenizer, each other, the prompts, the mesh or the longest row.
+    `trained`: the run trains; else it only evaluates, without critic and reference."""
     section, rollout, critic, placement = settings.model, settings.rollout, settings.critic, settings.placement
     names, critic_model = kernels_named(settings), trained and settings.uses_critic_model
     others = {"reference": trained and settings.uses_reference, "teacher": settings.uses_teacher}

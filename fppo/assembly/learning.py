@@ -44,7 +44,8 @@ class Learning:
     offload_activations: bool
 
     def optimizer_on(self, tools: Tools, model: Model | None) -> Optimizer:
-        """The optimizer in a process, with a loss scale for a model that computes in float16."""
+        """The role's optimizer, with the kernels of this process's `tools`, and with a loss scale for a model that
+        computes in float16."""
         optimizer = optimizer_of(
             self.optimizer,
             self.updates,
@@ -96,8 +97,8 @@ def learning_of(
 
 
 def watch_of(rollout: RolloutSettings, compute_dtype: str) -> Watch | None:
-    """The largest gap that the dtypes explain between the engine's policy and the trainer's, and what to do beyond it;
-    None where nothing is watched."""
+    """The largest divergence between the engine's policy and the trainer's that their dtypes explain, and what to do
+    beyond it; None if it is not watched."""
     if rollout.gap == "off" or rollout.from_ is not None:
         return None
     exact = {compute_dtype, rollout.vllm.dtype or compute_dtype} == {"float32"}
@@ -105,7 +106,8 @@ def watch_of(rollout: RolloutSettings, compute_dtype: str) -> Watch | None:
 
 
 def update_watch(rollout: RolloutSettings, compute_dtype: str, loop: Loop) -> Callable[..., UpdateStage] | None:
-    """The stage around the actor's update that compares the engine's policy with it; None if nothing is compared."""
+    """A wrapper for the actor's update stage, which compares the engine's log-probs with those of the update; None if
+    nothing is compared."""
     if rollout.exact:
         return HoldExact
     watch = watch_of(rollout, compute_dtype)

@@ -58,14 +58,15 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
 
 
 def _width(policy: Model) -> int:
-    """The hidden size."""
+    """The hidden size of the policy."""
     return policy.config.get_text_config().hidden_size
 
 
 def work_of(policy: Model, steps: int, rows: DataSettings, rollout: RolloutSettings, actor: ActorSettings) -> float:
     """FLOPs of the policy's passes in `steps` steps, with rows as long as the settings allow.
 
-    They depend on the settings alone, so that a run has the same kernels whatever was compiled before.
+    The number depends on the settings alone, so that the kernels chosen by it are the same whatever was compiled
+    before.
     """
     length = rows.max_prompt_tokens + rollout.max_tokens
     forward = flops.forward_flops(policy, [length], head_tokens=rollout.max_tokens)
@@ -77,7 +78,8 @@ def _without_cpp(reason: str) -> dict[str, str]:
 
 
 def machine_of(built: Sequence[Model], capability: tuple[int, int] | None) -> Machine:
-    """The machine for these models, a GPU of this compute capability or a CPU, with reasons against kernels."""
+    """A description of the machine: a GPU of this compute capability, or a CPU if None, with the reason against each
+    kernel that does not run here or not with the models in `built`."""
     refusals: dict[str, str] = {}
     needs = frozenset[str]().union(*map(models.attention_needs, built))
     for op in ("attention", "decode_attention", "log_probs", *resolve.LAYERS):
@@ -94,7 +96,7 @@ def machine_of(built: Sequence[Model], capability: tuple[int, int] | None) -> Ma
 
 
 def _built(section: ModelSettings, paths: Mapping[str, str | None]) -> Iterator[Model]:
-    """The models at the paths that settings name, without parameters."""
+    """The models, without parameters, at `paths` (by the settings that name them); unreadable ones are left out."""
     for name, path in paths.items():
         if path:
             with contextlib.suppress(ValueError, OSError):

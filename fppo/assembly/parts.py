@@ -95,8 +95,8 @@ def bare_model(section: ModelSettings, critic: CriticSettings | None = None) -> 
 
 
 def load_actor(section: ModelSettings, critic: CriticSettings, mesh: Mesh) -> tuple[Model, Params]:
-    """The policy and this rank's part of its parameters: float32, or `base_dtype` if they are the base under an
-    adapter."""
+    """The policy and this rank's part of its parameters, in float32 or, as the base under an adapter, in the dtype that
+    `base_dtype` gives."""
     kept = base_dtype(section, critic) if section.lora.used else torch.float32
     model, params = _loader(section, mesh)(directory_of(section.path, "model.path"), dtype=kept)
     return _as_set(model, section), params
@@ -109,8 +109,8 @@ def _as_set(model: Model, section: ModelSettings) -> Model:
 
 
 def base_dtype(section: ModelSettings, critic: CriticSettings) -> torch.dtype:
-    """The dtype of the base under the policy's adapter, which no update changes: that of the passes, or float32 if
-    policy and critic share the base and compute in different ones."""
+    """The dtype of the base under the policy's adapter, which no update changes: the policy's compute dtype, or float32
+    if policy and critic share the base and compute in different dtypes."""
     names = {section.compute_dtype}
     names |= {critic.compute_dtype or section.compute_dtype} if section.shares_base else set()
     return getattr(torch, names.pop()) if len(names) == 1 else torch.float32
@@ -134,8 +134,9 @@ def load_critic(section: ModelSettings, critic: CriticSettings, key: Key, mesh: 
 def load_reference(
     section: ModelSettings, mesh: Mesh, policy: tuple[Model, Params] | None = None
 ) -> tuple[Model, Params]:
-    """The reference: a model of its own, or the `policy` before its first update, as a copy or, if not given, loaded.
-    For an adapted policy it is the base alone, where that is the same or the settings say so."""
+    """The reference: the model that `model.ref_path` names or, without that setting, the policy before its first
+    update, as a copy of `policy` if given, else loaded. If the policy has an adapter, the reference may be its base
+    alone: where the adapter changes nothing yet, or the settings say so."""
     dtype, setting = getattr(torch, section.ref_dtype), "path" if section.ref_path is None else "ref_path"
     if policy is not None and section.ref_path is None:
         model, params = policy
@@ -275,8 +276,8 @@ def check_positions(config: PreTrainedConfig, prompt: int, named: tuple[str, int
 
 
 def kernels_need_check(names: Mapping[str, str], *, compiled: bool) -> bool:
-    """Whether kernels need a check against models: one may lack a feature, or replaces layers, or layers are
-    compiled."""
+    """Whether the settings' kernels must be checked against the models: if one lacks a feature or replaces layers, or
+    if layers are compiled."""
     table = kernel_table(names)
     named = [table[op].get(names[f"model.{op}"]) for op in ("attention", "decode_attention", "log_probs")]
     inside = any(names[f"model.{op}"] != tables.DEFAULTS[op] for op in tables.INSIDE)
@@ -285,7 +286,7 @@ def kernels_need_check(names: Mapping[str, str], *, compiled: bool) -> bool:
 
 def check_kernels(names: Mapping[str, str], model: Model, axes: AxesSettings) -> None:
     """Raises ValueError if a kernel that the settings name lacks a feature that the model needs on a mesh of these
-    axes, lacks its dtype, or has no place in it."""
+    axes, does not support the model's dtype, or replaces a layer that the model does not have."""
     dtype = str(model.compute_dtype or torch.float32).removeprefix("torch.")
     table, gathers = kernel_table(names), axes.context > 1 and not axes.ring
     attention = models.attention_needs(model) | ({"key_lengths"} if gathers else set())
@@ -312,7 +313,7 @@ def with_own(table: tables.Table, op: str, name: str, place: str, setting: str) 
 
 
 def kernels_of(names: Mapping[str, str]) -> Kernels:
-    """The kernels by the settings that name them (`settings.modules.kernels_named`)."""
+    """The kernels that settings name; `names` has each kernel's name by setting (`settings.modules.kernels_named`)."""
     named = {setting.rpartition(".")[2]: name for setting, name in names.items()}
     return Kernels.named(**named, table=kernel_table(names))
 
@@ -326,7 +327,8 @@ class Tools:
 
 
 def make_tools(here: Here, names: Mapping[str, str], module_dirs: Sequence[str]) -> Tools:
-    """The tools of another process, which finds the user's functions in `module_dirs` from now on."""
+    """The tools of this process, a rank of a group. From now on it imports the user's functions from `module_dirs` too;
+    `names` has each kernel's name by setting."""
     search(module_dirs)
     transformers_logging.disable_progress_bar()  # the controller reports progress
     return Tools(kernels_of(names), Lane(here.device))
@@ -339,6 +341,6 @@ def micro_batching_of(section: ActorSettings | CriticSettings) -> MicroBatching:
 
 
 def forward_micro_batching_of(section: ModelSettings, actor: ActorSettings) -> MicroBatching:
-    """The micro-batching of passes without a gradient."""
+    """The micro-batching of passes without a gradient: the model section's own, or else the actor's."""
     budget = section.forward_token_budget
     return micro_batching_of(actor) if budget is None else MicroBatching(token_budget=budget)

@@ -91,7 +91,7 @@ class Placed:
         return {name: every[name] for name in ordered}
 
     def like(self, run: RunState) -> list[Tensor]:
-        """Tensors without values, like those of the state that are in groups."""
+        """Meta tensors with the shapes and dtypes of the state's tensors that are in groups."""
         found = self._on_each(run, _kinds, label="look at")
         return [torch.empty(shape, dtype=x, device="meta") for each in found.values() for shape, x in each]
 
@@ -102,7 +102,7 @@ class Placed:
         texts: PreTrainedTokenizerBase | ProcessorMixin,
         generation: GenerationConfig,
     ) -> None:
-        """Writes the policy as `export_policy` does."""
+        """Write the policy as a Hugging Face directory, from the ranks of the actor's group (`export_policy`)."""
         (group, model), base = self.parts["actor"], (run.bases or {}).get("actor")
         args = (model, run.actor.params, target.absolute(), texts, generation, base and base.source)
         group.call(_export, HERE, *args, label="export")
@@ -113,7 +113,8 @@ class Placed:
     def _on_each(
         self, run: RunState, fn: Callable[..., Any], *args: Any, label: str, stays: Stays = ()
     ) -> dict[str, Any]:
-        """Call `fn` on each field of the run that is in a group, with its model and its name; the results by field."""
+        """Call `fn(here, value, model, field, *args)` in the group of each field of the run that is in one; returns the
+        results by field."""
         return at_once(
             {
                 field: partial(

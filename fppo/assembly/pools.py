@@ -21,7 +21,7 @@ class RolePlaces:
     engines: Sequence[Group] = ()
 
     def calls(self) -> list[Call]:
-        """The calls to all groups since the last query."""
+        """The calls made to all groups since `calls` was last called."""
         groups = dict.fromkeys(group for group in (*self.roles.values(), *self.engines) if isinstance(group, Group))
         return [call for group in groups for call in group.calls()]
 

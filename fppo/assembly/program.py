@@ -112,7 +112,8 @@ def _estimate(
 
 
 def _leaving_out(stage: EstimateStage, critic: CriticSettings) -> EstimateStage:
-    """The stage without the shares of rows that the settings of the critic leave out."""
+    """Wrap the stage so that it leaves out the shares of rows that `critic.leave_agreed` and `critic.leave_disputed`
+    give."""
     if critic.leave_agreed:
         stage = LeaveAgreed(stage, share=critic.leave_agreed)
     return LeaveDisputed(stage, share=critic.leave_disputed) if critic.leave_disputed else stage
@@ -133,7 +134,7 @@ def _sample(
 
 
 def pretrain_of(critic: CriticSettings, algorithm: AlgorithmSettings) -> Pretrain | None:
-    """The critic's pretraining and when it ends; None without any."""
+    """The critic's pretraining and when it ends; None if the critic is not pretrained."""
     if not (critic.pretrain and algorithm.uses_critic):
         return None
     gamma = value_of(algorithm.advantage, ESTIMATORS, "gamma", 1.0)

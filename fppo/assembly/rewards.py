@@ -80,7 +80,7 @@ class Scoring:
     alone: bool = False  # whether the teacher gives the only score
 
     def at(self, temperature: float) -> ScoreFn:
-        """The stage for responses that are sampled at this temperature."""
+        """The scoring stage, with the teacher if there is one, for responses sampled at this temperature."""
         if self.teacher is None:
             return self.score
         return ScoreByTeacher(score=self.score, teacher=self.teacher, temperature=temperature, alone=self.alone)
@@ -134,7 +134,8 @@ def scoring(
 def _reward_model(
     make: Callable[[Here], Weighted], here: Here, group: AnyGroup, section: RewardModelSettings, dirs: Sequence[str]
 ) -> Weighted:
-    """The reward model on the ranks of a group, or `here` for the group of this process; nothing without one."""
+    """The reward model as a weighted function by name, on the ranks of `group`, or `here` for the group of this
+    process; empty if the settings name no reward model."""
     if isinstance(group, LocalGroup) or section.path is None:
         return make(here)
     fn = group.call(_make_reward_model, HERE, dirs, make, stays=True, label="make reward model")
@@ -152,7 +153,7 @@ def check_scorers(
 ) -> None:
     """Raises ValueError for a reward model or a judge whose files, tokenizer or mesh do not fit; weights are not read.
 
-    `pool` is the mesh of the reward model, with the words that name it.
+    `pool` is the name of the reward model's pool as a prefix of messages, and its mesh.
     """
     model, judge, remote = section.model, section.judge, common.trust_remote_code
     if model.path is not None:
@@ -230,7 +231,7 @@ def reward_model_of(
 
 
 def _make_reward_model(here: Here, module_dirs: Sequence[str], make: Callable[[Here], Weighted]) -> RewardFn:
-    """The reward model on a rank of a group."""
+    """Make the reward model on a rank of a group, and return its function."""
     search(module_dirs)
     transformers_logging.disable_progress_bar()  # the controller reports progress
     ((fn, _),) = make(here).values()
@@ -250,9 +251,10 @@ def _micro_batching(section: RewardModelSettings, common: MicroBatching) -> Micr
 def _own_tokenizer(
     section: RewardModelSettings, model: ModelSettings, tokenizer: PreTrainedTokenizerBase, config: Any, *, chat: bool
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that responses are encoded with for the reward model; None if it reads the policy's tokens.
+    """The reward model's tokenizer, which encodes responses for it; None if it reads the policy's tokens as they are.
 
-    Raises ValueError if the model's vocabulary is not that of its tokenizer.
+    Raises ValueError if the reward model's vocabulary does not fit the tokenizer whose tokens it reads, or if the
+    settings of its chat template do not fit.
     """
     assert section.path is not None
     path, own, remote = section.tokenizer, None, model.trust_remote_code
@@ -281,7 +283,8 @@ def _own_tokenizer(
 
 
 def _differs(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, *, chat: bool) -> bool:
-    """Whether the policy's tokens have another meaning for a model with the tokenizer `own`."""
+    """Whether a model with the tokenizer `own` would misread the policy's tokens: another vocabulary or, for a `chat`,
+    another chat template."""
     if own.get_vocab() != policy.get_vocab():
         return True
     return chat and own.chat_template is not None and own.chat_template != policy.chat_template
@@ -343,7 +346,7 @@ def judge_of(
 def _judge_sampling(
     section: JudgeSettings, tokenizer: PreTrainedTokenizerBase, directory: Path, config: PreTrainedConfig
 ) -> Sampling:
-    """How the judge's answers are sampled, up to the ends of responses that its files name."""
+    """How the judge's answers are sampled; they stop at the end tokens that the judge's files name."""
     generation = generation_config(directory, config, tokenizer, chat=ChatOptions() if section.chat else None)
     return Sampling(
         max_tokens=section.max_tokens,
@@ -371,8 +374,8 @@ def _judge_tokenizer(directory: Path, *, chat: bool, trust_remote_code: bool) ->
 def _judge_engine(
     here: Here, section: JudgeSettings, kernels: Kernels, model: Model, params: Params, pad: int, *, on_host: bool
 ) -> Iterator[tuple[Engine, Params, tuple[str, ...]]]:
-    """The engine of the judge's answers, the parameters to hand to it, this rank's part for the embedded engine, and
-    the axes whose ranks answer together.
+    """The judge's engine, the parameters to pass to it (for the embedded engine, this rank's part of them), and the
+    mesh axes whose ranks generate the same answers together.
 
     A vLLM is sent whole parameters once, from the host, so none are kept on the device beside it.
     """

@@ -87,14 +87,15 @@ class PassOptions:
         return Forward(model, kernels, here.mesh, remove_padding=self.remove_padding, share_prompts=share)
 
     def record(self, here: Here, model: Model) -> Recorder | None:
-        """The recorder of a model's passes as CUDA graphs; None if they cannot or need not be recorded, and without a
-        GPU."""
+        """The recorder of a model's passes as CUDA graphs; None without a GPU, if the settings do not want graphs, or
+        if the passes cannot be recorded."""
         if self.graphs and here.device.type == "cuda" and records(model, here.mesh):
             return graphs(model, here.device)
         return None
 
     def policy(self, forward: Forward, record: Recorder | None, fetch: Fetch, replay: RouterReplay) -> PolicyPass:
-        """The pass of a policy; it replays the routers' choices if the run's setting is `replay`."""
+        """The pass of a policy over rows. It replays the routers' recorded choices of experts if `replay` equals the
+        run's setting."""
         return PolicyPass(
             forward=attrs.evolve(forward, replay=self.replay == replay),
             micro_batching=self.micro_batching,
@@ -265,12 +266,12 @@ class Roles:
 
     @property
     def together(self) -> Together:
-        """How stages of several roles run."""
+        """How the stages of several roles run: at once if any role is in another process, else in turn."""
         return at_once if self.placed else in_turn
 
     def passes(self, section: CriticSettings, tokenizer: PreTrainedTokenizerBase) -> Passes:
-        """The passes over a batch, each on its role's group; signs of the truth, for a critic without a model, are made
-        in this process."""
+        """The forward passes over a batch, each run by its role's group. A critic without a model also reads signs of
+        the ground truth, which are made in this process."""
         actor, critic = self.actor, self.critic
         reference, beside = (actor, "actor") if self.reference is None else (self.reference, "reference")
         alone = isinstance(group := self.at["actor"], Group) and group.ranks == 1
@@ -299,7 +300,7 @@ class Roles:
         return {role: self._on(role, of, "base")(role, model) for role, model in models.items()}
 
     def hold(self) -> Callable[[Params], Params]:
-        """The function that copies the policy, on its group."""
+        """A function that copies the policy's parameters on the actor's group."""
         return self._on("actor", tree.copy, "hold", stays=True)
 
     def _on(self, role: str, fn: Any, label: str, *, stays: Stays = ()) -> Any:
@@ -355,7 +356,7 @@ def make_roles(
 def _pass_options(
     section: ModelSettings, actor: ActorSettings, temperature: float, replay: RouterReplay
 ) -> PassOptions:
-    """How passes run at the temperature of sampling."""
+    """The settings' options of passes over rows, for responses sampled at this temperature."""
     return PassOptions(
         **only(section, "remove_padding", "share_prompts"),
         graphs=section.graphs is True,
@@ -366,7 +367,8 @@ def _pass_options(
 
 
 def fetch_of(offload: Offload, lane: Lane) -> Fetch:
-    """How passes without a gradient get at parameters, which may be kept on the host."""
+    """How passes without a gradient get the parameters: fetched from the host if `offload` is "all", else as they
+    are."""
     return lambda params: OnHost(params, lane) if offload == "all" else params
 
 
@@ -383,7 +385,8 @@ def view_of(limit: int, section: ModelSettings, rows: DataSettings) -> View:
 
 
 def truth_signs_of(critic: CriticSettings, tokenizer: PreTrainedTokenizerBase) -> TruthSigns | None:
-    """The function from rows to signs of the truth, for a privileged critic without a model; else None."""
+    """The function that computes signs of the ground truth from rows, for a critic without a model that may see the
+    truth; None for any other critic."""
     limit = critic.privileged
     if not limit or critic.reads == "tokens":
         return None

@@ -79,7 +79,7 @@ class PromptRecord:
     _known: dict[str, str] = attrs.field(factory=dict, eq=False)
 
     def notes(self) -> dict[str, str]:
-        """The digests of each set's tokens, and of what its rewards read; taken once."""
+        """Digests of each set's tokens and of the columns that its rewards read, computed once, for a checkpoint."""
         if not self._known:
             for name, prompts in self.sets.items():
                 self._known.update({f"{name}, {part}": x for part, x in self.digests_of(prompts).items()})
@@ -209,8 +209,8 @@ def _engine(
     pad: int,
     mesh: Mesh,
 ) -> contextlib.AbstractContextManager[Engine]:
-    """The engine where the actor is or, with `groups`, their engines as one: sent the actor's parameters of these
-    names, with models from `load`."""
+    """The engine of the policy's responses, on the actor's ranks. With `groups` it is instead a pool of one engine per
+    group, each with a model from `load` and sent the actor's parameters that `names` lists."""
     if groups:
         make = partial(make_engine_of_pool, begin=roles.begin, load=load, options=options, pad_token_id=pad)
         return _engine_pool(groups, make, section, options, roles, names, pad)
@@ -230,7 +230,8 @@ def _engine_pool(
     names: Iterable[str],
     pad: int,
 ) -> EnginePool:
-    """The engines as one, each made on its group, and sent the actor's parameters of these names."""
+    """One engine for the whole pool: `make` makes an engine on each group, and each is sent the actor's parameters that
+    `names` lists."""
     return EnginePool(
         engines,
         lambda group: group.call(make, HERE, stays=True, label="make engine"),
@@ -289,7 +290,7 @@ def assemble_evaluation(
 
 
 def _shapes(run: RunState, roles: Roles) -> dict[str, torch.Size | Extent]:
-    """Whole shapes of the leaves of a RunState in this process, by path."""
+    """Whole, uncut shapes of the leaves of a RunState that are in this process, by path."""
     shapes: dict[str, torch.Size | Extent] = {}
     for role, state, part in (("actor", run.actor, roles.actor), ("critic", run.critic, roles.critic)):
         if state is not None and part is not None and isinstance(part.model, Model):
@@ -319,7 +320,8 @@ def _drawn(inputs: Inputs, *, saved: bool, may_change: bool) -> PromptRecord:
 def _evaluation(
     inputs: EvalInputs, scored: ScoredEngine, size: int, truth: Callable[..., Any] | None = None
 ) -> EvaluateRun:
-    """The evaluation of the policy on `size` prompts at a time, and of its critic by the `truth`."""
+    """The evaluation of the policy on `size` held-out prompts at a time, and of its critic by comparison with exact
+    values (`truth`), if given."""
     batches = partial(data.batches, inputs.held_out, max(size, 1))
     score = scored.scoring.at(inputs.sampling.temperature)
     how = {"sampling": inputs.sampling, "score": score, "measure": (environment_metrics,)}

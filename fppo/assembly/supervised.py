@@ -160,7 +160,7 @@ def load_demonstrations(
 def _held_out(
     section: DataSettings, sft: SftSettings, most: int | None, tokenizer: PreTrainedTokenizerBase
 ) -> DemonstrationSet | None:
-    """The held-out demonstrations; None without any."""
+    """The held-out demonstrations; None if the settings name none."""
     if not section.has_held_out:
         return None
     own = {"path": section.eval_path, "split": section.eval_split, "rows": section.eval_rows}
@@ -287,7 +287,7 @@ def _pass_options(section: ModelSettings, learning: Learning) -> PassOptions:
 def _evaluation(
     held_out: DemonstrationSet | None, size: int, device: torch.device, policy: PolicyFn
 ) -> EvaluateLoss | None:
-    """The evaluation on held-out demonstrations, `size` at a time; None without any."""
+    """The evaluation of the policy on held-out demonstrations, `size` at a time; None if none are held out."""
     if held_out is None:
         return None
     return EvaluateLoss(batches=partial(_batches, held_out, size, device), policy=policy)

@@ -35,8 +35,8 @@ def teacher_on(
     module_dirs: Sequence[str],
     prompted: bool,
 ) -> TeacherFn:
-    """The teacher on the ranks of a group, or `here` for the group of this process. Kernels are those of the settings
-    in `names`; one that is `prompted` reads prompts of its own."""
+    """The teacher on the ranks of a group, or `here` for the group of this process. `names` has each kernel's name by
+    setting. A `prompted` teacher reads prompts of its own instead of the policy's."""
     make = partial(make_teacher, section=section, names=names, micro_batching=micro_batching, prompted=prompted)
     if isinstance(group, LocalGroup):
         return make(here)
@@ -46,7 +46,8 @@ def teacher_on(
 def make_teacher(
     here: Here, section: ModelSettings, *, names: Mapping[str, str], micro_batching: MicroBatching, prompted: bool
 ) -> TeacherPass:
-    """The teacher on a rank, which shares a batch's rows with the other ranks of its mesh."""
+    """Make the teacher on a rank, which shares a batch's rows with the other ranks of its mesh. `names` has each
+    kernel's name by setting. A `prompted` teacher reads prompts of its own."""
     model, params = load_teacher(section, here.mesh)
     params, offload = on_device(params, here.device), offload_of(section.offload, section.teacher_offload)
     forward = Forward(model, kernels_of(names), here.mesh, **only(section, "remove_padding", "share_prompts"))
@@ -59,7 +60,7 @@ def make_teacher(
 
 
 def _make(here: Here, module_dirs: Sequence[str], make: Callable[[Here], TeacherPass]) -> TeacherPass:
-    """The teacher on a rank of a group."""
+    """Make the teacher on a rank of a group, which also imports from `module_dirs`."""
     search(module_dirs)
     transformers_logging.disable_progress_bar()  # the controller reports progress
     return make(here)
@@ -71,7 +72,7 @@ def check_teacher(section: ModelSettings, tokenizer: PreTrainedTokenizerBase, co
 
     `configs` are the models' by role. Added tokens may differ, as those of a base model and a chat model do. Embeddings
     may be padded to another size if the teacher's own tokenizer shows the vocabularies to be equal. A teacher needs at
-    least as many rows as the policy, which may sample any.
+    least as many rows of embeddings as the policy, which may sample the token of any row.
     """
     path = section.teacher_path
     assert path is not None

@@ -218,7 +218,8 @@ def sampling_of(
     *,
     like: Sampling | None = None,
 ) -> Sampling:
-    """How responses are sampled in training. What `like` knows of the tokenizer's tokens is reused."""
+    """How responses are sampled in training. `like`: an earlier sampling with the same tokenizer, whose analysis of the
+    tokens' texts is reused."""
     return Sampling(
         **only(rollout, "temperature", "top_k", "top_p", "n", "max_tokens"),
         stop_token_ids=data.stop_tokens(tokenizer, rollout.stop, rollout.stop_token_ids, turn_ends=ends_of(generation)),

@@ -40,8 +40,8 @@ RAISED = "it raised"  # the beginning of a reason why a kernel did not run
 
 
 def ablate(settings: AblateSettings) -> int:
-    """Print the table, or where a replayed step differs, and write the files that were asked for; returns 130 if it was
-    interrupted, else 1 if a kernel breaks a law or raises, else 0."""
+    """Measure kernels and print the table or, with --replay, print where a run's step differs under each kernel; write
+    the files that the settings name. Returns 130 if interrupted, else 1 if a kernel breaks a law or raises, else 0."""
     ops = list(operations.NAMES) if settings.ops == ("all",) else [operations.case_of(op).name for op in settings.ops]
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -103,7 +103,8 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 def _with_own(settings: AblateSettings, ops: list[str], table: Table) -> Table:
-    """The table with the user's own implementations. Raises ValueError if it lacks one that is asked for by name."""
+    """Add the user's own implementations (--with) to the table of kernels. Raises ValueError for one without a clear
+    operation, and if the table then lacks a name in --implementations."""
     for own in settings.with_:
         op, _, place = own.rpartition("=")
         if not op and len(ops) > 1:
@@ -123,8 +124,8 @@ def _with_own(settings: AblateSettings, ops: list[str], table: Table) -> Table:
 
 
 def _chosen(settings: AblateSettings, op: str, table: Table) -> list[str]:
-    """The implementations of an operation among --implementations (all, if none of these is its), and the user's
-    own."""
+    """Names of the implementations of an operation to run: those in --implementations and the user's own; all in the
+    table if --implementations names none of this operation."""
     own = [name for name in table[op] if name not in tables.BUILTIN[op]]
     named = [name for name in settings.names if name in table[op]]
     return list(dict.fromkeys([*named, *own])) if named else list(table[op])
@@ -135,7 +136,8 @@ def _chosen(settings: AblateSettings, op: str, table: Table) -> list[str]:
 
 @attrs.frozen(kw_only=True)
 class _Reference:
-    """A step of a run under the run's own kernels: the settings, the state before it, and the step."""
+    """A step of a run, recomputed under the run's own kernels: settings, kernels, the state before the step, and a
+    trace of the step."""
 
     settings: TrainSettings
     kernels: Kernels
@@ -181,8 +183,8 @@ def _replay(directory: Path, step: int, asked: AblateSettings, ops: list[str]) -
 
 
 def _stand(directory: Path, asked: AblateSettings, step: int) -> None:
-    """Compute on as many threads as a step was made on, unless --threads gives a number, and print other
-    differences."""
+    """Set the number of threads to that with which the run computed `step`, unless --threads gives one, and print how
+    this process differs otherwise."""
     for line in match_ground(directory, step, threads=asked.threads is None):
         print(line, flush=True)
 
@@ -195,8 +197,8 @@ def _reference(
     recorded: Mapping[int, dict],
     ground: Callable[[int], None],
 ) -> tuple[_Reference, str]:
-    """The step under the run's own kernels, and whether it is as recorded. `ground(step)` prepares this process for the
-    steps up to `step`."""
+    """Recompute a step under the run's own kernels; returns it, and a text on whether it equals the recorded digests.
+    `ground(step)` sets up this process as it was for the steps up to `step`."""
     watched, ahead = swap.watch(kernels), settings.rollout.ahead
     run, begin = None, beginning(directory, step)
     for earlier, until in starts.spans(directory, begin + 1, step - 1) if begin < step - 1 else ():
@@ -221,7 +223,8 @@ def _reference(
 
 
 def _compared(reference: _Reference, op: str, implementation: Implementation) -> dict[str, Any]:
-    """The stages of the step under another kernel, each with its difference; or the reason why there are none."""
+    """Recompute the step with another implementation of one operation. Returns the differences by stage ("stages"), or
+    why there are none ("reason")."""
     if (refusal := implementation.refuse()) is not None:
         return {"reason": f"cannot run here: {refusal}"}
     try:
@@ -241,7 +244,7 @@ def _compared(reference: _Reference, op: str, implementation: Implementation) ->
 
 
 def choice_text(choice: Mapping[str, Any]) -> str:
-    """An implementation and its differences from the run's own kernels, stage by stage, as text."""
+    """An implementation, and how its step differs from that of the run's own kernels, stage by stage, as text."""
     title = f"{choice['op']} = {choice['implementation']}{' (the run has it)' if choice['own'] else ''}"
     if choice["reason"] is not None:
         return f"{title}: {choice['reason']}"

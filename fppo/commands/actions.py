@@ -48,7 +48,7 @@ from fppo.settings.train import TrainSettings
 
 @attrs.frozen
 class CommandRank:
-    """The process of a command: its mesh, and its device (None: the one that settings name)."""
+    """The process that runs a command: its mesh and its device (None: the one that settings name)."""
 
     mesh: Mesh = LOCAL
     device: torch.device | None = None
@@ -106,7 +106,8 @@ def _finish(assembly: session.AnyAssembly, directory: Path, here: CommandRank, r
 
 
 def _on_threads_of_run(settings: TrainSettings, here: CommandRank) -> None:
-    """Go on with the number of threads that the run had, unless the environment gives one: bits depend on it."""
+    """Compute with as many threads as the resumed run did, since bits depend on it; but not if OMP_NUM_THREADS is
+    set."""
     if not os.environ.get("OMP_NUM_THREADS") and (said := bits.take_threads(session.resumed_ground(settings))):
         _say(here)([f"{said}; OMP_NUM_THREADS sets another"])
 
@@ -129,7 +130,8 @@ def sft(settings: TrainSettings, here: CommandRank = ALONE) -> int:
 def quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], int] = train) -> int:
     """Warm a small model up on flawed demonstrations, then train it by PPO; a stopped run resumes.
 
-    `run` trains by the settings, in this process or in others. Raises UsageError for a directory with other files.
+    `run` trains with given settings, in this process or in others, and returns an exit status. Raises UsageError if the
+    directory holds other files.
     """
     _check_quickstart(directory, task.settings(directory, seed))
     if not (directory / task.MODEL).exists():
@@ -146,8 +148,8 @@ def quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], int] =
 def smol_quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], int] = train) -> int:
     """Train SmolLM2-135M-Instruct on word problems by GRPO; a stopped run resumes.
 
-    `run` trains by the settings, in this process or in others. Raises UsageError for a directory with other files, and
-    if the model or the reader of its file is not installed.
+    `run` trains with given settings, in this process or in others, and returns an exit status. Raises UsageError if the
+    directory holds other files, and if the model or the reader of its file is not installed.
     """
     settings = word_problems.settings(directory, seed)
     _check_quickstart(directory, settings)
@@ -176,7 +178,8 @@ def _check_quickstart(directory: Path, settings: TrainSettings) -> None:
 
 
 def _make_quickstart(directory: Path, own: Sequence[str]) -> None:
-    """Make the directory of a quickstart with inputs of its `own`. Raises UsageError for one with other files."""
+    """Make the directory of a quickstart. Raises UsageError if it cannot be made, and if it exists and holds files that
+    belong neither to a run nor to the quickstart, whose own inputs have the names in `own`."""
     if others := places.foreign_files(directory, inputs=[directory / name for name in own]):
         raise UsageError(f"--output-dir {directory} holds {places.some(others)} and no run; give a new directory")
     try:
@@ -230,10 +233,10 @@ def rollout(settings: TrainSettings, here: CommandRank = ALONE) -> int:
 
 
 def settings_of(directory: Path, step: int | None = None) -> TrainSettings:
-    """The settings that made a step of the run in a directory (None: the last ones), for recomputing parts of it
-    without saving rollouts.
+    """Load the settings that made a step of the run in a directory (`step` None: the run's last settings), changed so
+    that recomputing the step saves no rollouts.
 
-    Raises ValueError if the directory holds none.
+    Raises ValueError if the directory holds no settings.
     """
     return files.replace(starts.load(directory, step), {"rollout.save": False})
 
@@ -260,7 +263,7 @@ def beginning(directory: Path, step: int) -> int:
 
 
 def restored(assembly: session.AnyAssembly, directory: Path, step: int) -> RunState:
-    """The state of a run at or before `step`: the newest checkpoint's, or the initial one."""
+    """Load the state of a run from its newest checkpoint at or before `step`; without one, the initial state."""
     at = saved.newest(directory, step)
     return assembly.run if at is None else session.load(assembly, directory / session.CHECKPOINTS, at)
 
@@ -279,7 +282,7 @@ def export(
     """Write the policy, or the critic, of a run's checkpoint as a Hugging Face directory with a model card; an adapter
     in PEFT's files or, with `merge`, merged into its base. Notes on a quantised base go to stderr.
 
-    With `push_to` it is uploaded to the hub under that name, private unless `public`.
+    With `push_to` the directory is uploaded to the hub under that name, private unless `public`. Returns 0.
     """
     settings, hub = attrs.evolve(settings_of(directory), device=device), HfApi()
     if push_to is not None:
@@ -316,8 +319,8 @@ def export(
 def replay(directory: Path, step: int, here: CommandRank = ALONE) -> int:
     """Recompute the steps from the nearest checkpoint to `step`; returns 1 if a number differs from the record, else 0.
 
-    Each step is computed with the settings and the number of threads that made it. Only the mesh of the run gives its
-    bits. Differences at rounding in columns that metrics alone read are printed, but do not count.
+    Each step is computed with the settings and the number of threads that made it. On another mesh than the run's, bits
+    differ. Differences of the size of rounding in columns that only metrics read are printed, but do not count.
     """
     recorded = session.recorded(directory)
     say = print if is_first(here.mesh) else _nothing
@@ -353,8 +356,8 @@ def replay(directory: Path, step: int, here: CommandRank = ALONE) -> int:
 
 
 def match_ground(directory: Path, step: int, *, threads: bool = True) -> list[str]:
-    """Lines on differences between this process and the one that made a step of a run, where bits depend on them. From
-    here on, compute on as many threads as that one, unless `threads` is False."""
+    """Set the number of threads to that of the process that made a step of a run, unless `threads` is False. Returns
+    lines on the remaining differences between the two processes on which bits depend."""
     origin = origins.load(directory, step)
     recorded = {} if origin is None else origin.ground
     taken = bits.take_threads(recorded) if threads else None
@@ -386,7 +389,8 @@ def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
 def _steps_again(
     settings: TrainSettings, made_by: str | None, here: CommandRank
 ) -> Iterator[tuple[session.AnyAssembly, Callable[[RunState], StepsOf]]]:
-    """A run of the command that made it, and the iterator over its steps, which give up each state to the next."""
+    """Assemble a run anew by the command that made it (`made_by`). Yields the assembly, and a function that iterates
+    over the steps from a state; each step reuses the memory of the state before it."""
     if made_by == SFT:
         _, supervised = assemble_supervised(settings, mesh=here.mesh, device=here.device)
         yield supervised, partial(imitate_steps, imitation=supervised.imitation, mesh=here.mesh, donate=True)
@@ -426,7 +430,7 @@ def _assemble(
 
 
 def _say(here: CommandRank) -> Callable[[Sequence[str]], None]:
-    """A function that prints lines on the first rank."""
+    """A function that prints lines if this is the first rank, and does nothing on others."""
     return (
         (lambda lines: print(printable("\n".join(lines), lines=True), flush=True)) if is_first(here.mesh) else _nothing
     )

@@ -47,7 +47,8 @@ def _peer(name: str) -> tuple[Sequence[Audited], Sequence[str]]:
 
 
 def _own(place: str) -> tuple[Sequence[Audited], Sequence[str]]:
-    """The `Audited` of a user's tuple or list, or of a function without arguments that returns one; and no versions."""
+    """Import a user's `Audited` functions from `place` (module:name), a tuple or list of them or a function that
+    returns one. Returns them, and an empty tuple of package versions."""
     found = imported(place, "trainer", also=(tuple, list))
     found = found if isinstance(found, (tuple, list)) else found()
     if not isinstance(found, (tuple, list)) or not all(isinstance(x, Audited) for x in found):
@@ -79,7 +80,7 @@ def _dump(options: AuditOptions, path: str) -> int:
 
 
 def _pairs(flag: str, words: Sequence[str]) -> dict[str, str]:
-    """The pairs of name=value, by commas or spaces."""
+    """Parse words such as a=1,b=2 into a mapping of names to values. Raises UsageError, naming the flag, for others."""
     pairs = [part.partition("=") for word in words for part in word.split(",")]
     if wrong := next((pair for pair in pairs if not pair[0] or not pair[2]), None):
         raise UsageError(f"{flag} {''.join(wrong)!r}: write name=value")
@@ -87,7 +88,8 @@ def _pairs(flag: str, words: Sequence[str]) -> dict[str, str]:
 
 
 def _values(flag: str, words: Sequence[str]) -> Mapping[str, Any]:
-    """Keywords from name=value: numbers, true, false, none (as text for `scale`, else None), and texts."""
+    """Parse words such as a=1,b=none into keywords: numbers, true, false, None for none (but the text "none" for the
+    keyword `scale`), and else texts."""
     fixed = {"true": True, "false": False}
 
     def value(name: str, text: str) -> Any:

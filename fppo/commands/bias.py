@@ -21,7 +21,8 @@ from fppo.workers.imports import imported, search
 
 
 def run(of: TrainSettings | None, options: BiasSettings) -> int:
-    """Print the tables, or what a run optimises, and write the files that were asked for; returns 0."""
+    """Print and write the tables of bias that the options name or, if the settings `of` a run are given, lines on what
+    this run optimises; returns 0."""
     transformers_logging.set_verbosity_error()
     sizes = WorldSizes(
         vocabulary=options.vocabulary, horizon=options.horizon, worlds=options.worlds, groups=tuple(options.n)

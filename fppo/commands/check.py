@@ -63,7 +63,8 @@ class ShownPrompt:
 
 @attrs.frozen(kw_only=True)
 class Rewarded:
-    """The rewards of the shown prompts: by prompt, response and function; errors; and the seconds of all calls."""
+    """The rewards of the shown prompts: scores by prompt, response and function; texts of failures; names of rewards
+    that were not called; and the seconds that all calls took."""
 
     scores: Sequence[Mapping[str, Mapping[str, float | None]]]
     failures: Sequence[str] = ()
@@ -77,9 +78,9 @@ TRUTH, EMPTY = "the ground truth", "an empty response"
 def check(
     settings: TrainSettings, known: Sequence[Problem], options: CheckSettings, *, where: str, ranks: int | None = None
 ) -> int:
-    """Print all that can be known of a run before it starts, on so many `ranks` (None: those of its mesh); see
-    `CheckSettings` for the exit status. Raises SettingsError with every problem, those `known` first, and ValueError
-    for an unknown GPU."""
+    """Print all that can be known of a run before it starts, planned for `ranks` processes (None: as many as its mesh
+    has). Returns the exit status that `CheckSettings` describes. Raises SettingsError with every problem, those `known`
+    first, and ValueError for an unknown GPU."""
     if options.gpu is not None:
         hardware_of(options.gpu)
     transformers_logging.disable_progress_bar()
@@ -116,8 +117,8 @@ def check(
 
 
 def _opened(settings: TrainSettings, known: Sequence[Problem], where: str) -> Inputs:
-    """Open what the settings name, weights apart. Raises SettingsError with the problems known, and those found here
-    of other settings."""
+    """Open what the settings name, except weights. Raises SettingsError, about the file or run `where`, with the
+    problems already `known` and those found here in other settings."""
     found: list[str] = []
     try:
         inputs = read_inputs(settings, mesh=LOCAL)
@@ -205,7 +206,7 @@ def rewarded_prompts(
 
 @contextlib.contextmanager
 def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """Have a logger print errors alone."""
+    """Silence a logger below errors for as long as the context lasts."""
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
@@ -215,7 +216,8 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
 
 
 def _sample(prompt: ShownPrompt, words: str, inputs: Inputs) -> Sample:
-    """A response with the ground truth as its text, or an empty one, ended by a stop token."""
+    """Make a sample whose response is the prompt's ground truth or, if `words` is `EMPTY`, an empty text, followed by a
+    stop token."""
     truth, tokenizer = prompt.ground_truth, inputs.tokenizer
     text: Any = tokenizer.decode(list(prompt.tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     response = "" if words == EMPTY else truth if isinstance(truth, str) else json.dumps(truth)
@@ -245,7 +247,7 @@ def _faults(needs: RunNeeds | None, free: float, rewarded: Rewarded) -> list[str
 
 
 def needs_lines(needs: RunNeeds, settings: TrainSettings, free: float) -> list[str]:
-    """Memory, time and disk of a run, in lines."""
+    """Lines on the memory, time and disk that a run needs; `free` is the free space on the disk in bytes."""
     share = needs.memory / needs.available
     fits = "fits" if needs.fits else "does not fit"
     return [
@@ -302,7 +304,8 @@ def _quoted(value: Any) -> str:
 
 
 def tokens_line(tokens: Sequence[int], pieces: Sequence[str]) -> str:
-    """Ids with their texts, repeated ones once with their count; of a long line, only both ends."""
+    """Token ids with their texts in one line. A repeated token is shown once with its count, and a long line is cut in
+    the middle."""
     runs = [(token, len(list(group))) for token, group in groupby(tokens)]
     texts = dict(zip(tokens, pieces, strict=True))
     shown = [

@@ -23,8 +23,8 @@ PICTURE, TABLE, MARKDOWN, NUMBERS = "compare.png", "compare.txt", "compare.md", 
 
 
 def plan(settings: TrainSettings, asked: CompareSettings) -> dict[str, dict[int, TrainSettings]]:
-    """The settings of every run, by variant and seed. Raises SettingsError with all problems of all variants, and with
-    metrics that no variant logs."""
+    """Derive the settings of every run, by variant and seed. Raises SettingsError with all problems of all variants,
+    and for metrics that no variant logs."""
     out = Path(asked.out or f"{settings.output_dir}-compare")
     runs: dict[str, dict[int, TrainSettings]] = {}
     problems: list[str] = []
@@ -53,7 +53,8 @@ def _metric_problems(settings: Sequence[TrainSettings], metrics: Sequence[str]) 
 
 def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[TrainSettings, Path], int]) -> int:
     """Train the unfinished runs, seed by seed, then write and print the comparison. Returns 130 as soon as a run is
-    stopped, 1 if some runs failed (`RunFailed`), else 0. `train(settings, file)` runs settings that `file` holds too.
+    stopped, 1 if some runs failed (`RunFailed`), else 0. `train(settings, file)` trains one run; `file` holds the same
+    settings.
 
     Raises ValueError for a run's directory with other settings.
     """
@@ -95,7 +96,8 @@ def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[Tr
 
 
 def write(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str], out: Path) -> None:
-    """Print the table, with the variants that are equal, and write it, the numbers and the picture to `out`."""
+    """Compare the runs (directories by variant and seed): print the table and which variants are equal, and write
+    table, numbers and picture to the directory `out`."""
     comparison = comparing.collect(runs, metrics)
     text = comparison.table()
     (out / TABLE).write_text(text + "\n", encoding="utf-8")
@@ -112,13 +114,14 @@ def write(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str], out: P
 
 
 def _last_digest(directory: Path) -> str:
-    """The digests of a run's last state as text; for a run without any its directory, which equals no other."""
+    """The digests of a run's last state as text; for a run without digests its directory, which equals no other."""
     lines = jsonl.read(directory / DIGESTS, on_damage=lambda _: None)
     return str(lines[-1].get("state", directory) if lines else directory)
 
 
 def _said_of_idle(runs: Mapping[str, Mapping[int, TrainSettings]]) -> Iterator[str]:
-    """Lines on settings that change nothing, with the names of the variants concerned, unless these are all."""
+    """Yield lines on settings that change nothing, each with the names of the variants concerned if these are not
+    all."""
     found: dict[str, list[str]] = {}
     for name, seeds in runs.items():
         for text in idle_lines(resolved(next(iter(seeds.values())))[0]):
@@ -128,7 +131,8 @@ def _said_of_idle(runs: Mapping[str, Mapping[int, TrainSettings]]) -> Iterator[s
 
 
 def _done(settings: TrainSettings) -> bool:
-    """Whether the run has taken all its steps. Raises ValueError if it has other settings."""
+    """Whether a run with these settings has already taken all its steps. Raises ValueError if its output_dir holds a
+    run with other settings."""
     directory = Path(settings.output_dir)
     if not (directory / ASKED).exists():
         return False

@@ -59,7 +59,7 @@ def script(shell: str, commands: Sequence[str]) -> str:
 
 
 def flags_of(command: str) -> dict[str, tuple[str, ...]]:
-    """The flags of a command, each with its possible values if these are few."""
+    """The flags of a command, each with its allowed values; these are empty if any text, or no value, may follow."""
     kinds: dict[str, Any] = {}
     if command in _OWN:
         cls = _OWN[command]

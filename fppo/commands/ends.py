@@ -61,19 +61,20 @@ def status_of_exit(error: SystemExit, name: str, *, show: bool) -> int:
 
 
 def _words(error: Exception) -> str:
-    """The message of an error; for errors of the system "FILE: reason"."""
+    """The message of an error, without control characters; "FILE: reason" for an operating system's error about a
+    file."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return printable(f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}")
     return _cut(str(error))
 
 
 def _cut(text: str) -> str:
-    """Shorten a text of several lines, each line and the whole, and escape control characters."""
+    """Shorten long lines of a text and the text as a whole, and escape control characters."""
     return printable("\n".join(printable(line) for line in text.split("\n")), _MOST, lines=True)
 
 
 def _is_abandoned() -> bool:
-    """Whether the reader of standard output, such as `head`, has gone; further output is then discarded."""
+    """Whether the program that reads standard output, such as `head`, has ended. If so, discard all further output."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
     if not output.poll(0):

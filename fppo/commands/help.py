@@ -57,7 +57,7 @@ def show(usage: str, cls: type | None, more: str = "") -> None:
 
 
 def positional(cls: type) -> dict[str, str]:
-    """The displayed names of the arguments without a flag, by field."""
+    """The names under which help shows a command's positional arguments, by field of the class."""
     kinds = get_type_hints(cls, include_extras=True)
     return {name: _metavar(kind) for name, kind in kinds.items() if "Positional" in str(kind)}
 
@@ -67,7 +67,7 @@ def _metavar(kind: Any) -> str:
 
 
 def _named(name: str, setting: _Setting) -> list[str]:
-    """The lines of an argument without a flag."""
+    """Help lines on a positional argument."""
     return [f"  {name}", f"      {setting.text}"]
 
 
@@ -76,7 +76,7 @@ def _kind(cls: type, name: str) -> type:
 
 
 def _defaults(cls: type) -> Any:
-    """The defaults of the fields, None for those without."""
+    """An object with the default of every field of a class; None for fields without a default."""
     return types.SimpleNamespace(
         **{
             field.name: (field.default.factory() if isinstance(field.default, attrs.Factory) else field.default)  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ def overview(usage: str, first: str) -> str:
 
 
 def section_help(usage: str, names: Sequence[str], first: str = "") -> str:
-    """The settings of sections. Raises ValueError for an unknown one."""
+    """Help on the settings of sections. Raises ValueError for an unknown section."""
     parts = [f"usage: {usage}", *(["", first] if first else [])]
     for name in names:
         section = _section(name)
@@ -117,7 +117,7 @@ def section_help(usage: str, names: Sequence[str], first: str = "") -> str:
 
 
 def chosen_help(paths: Sequence[str]) -> list[str]:
-    """The lines of single settings."""
+    """Help lines on single settings, given by their paths."""
     lines = []
     for path in paths:
         section = _section(path.rpartition(".")[0])
@@ -169,7 +169,7 @@ def _lines(cls: type, prefix: str = "", default: Any = None) -> list[str]:
 
 
 def _keywords(table: Functions, prefix: str) -> list[str]:
-    """The lines of a part's keywords: for each function of its table the keywords with their defaults."""
+    """Help lines on a part's keywords: for each function in its table, the keywords with their defaults."""
     lines = [f"  --{prefix.replace('_', '-')}KEYWORD VALUE", "      Any keyword of the function that is named:"]
     for name in table:
         signature = signature_of(name, table)

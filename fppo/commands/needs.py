@@ -25,8 +25,8 @@ _LEAST = 300.0  # seconds of steps from which a run reports how far off its plan
 def planned_needs(
     settings: TrainSettings, options: PlanSettings, chosen: TrainSettings, inputs: Inputs
 ) -> tuple[RunNeeds | None, list[str], bool]:
-    """The planned needs of a run, or None with lines: its pools' plans, or the reason why there is no plan; and whether
-    it fits.
+    """Plan the needs of a run; returns the needs, lines of text, and whether the run fits. Needs are None for a run
+    with pools, whose plans the lines show, and for a run that cannot be planned, for which the lines give the reason.
 
     Prompts are as long as those of the `inputs`, if no environment gives others. A plan for this machine's CPU takes
     the settings `chosen` for it, and the pace that is measured here.
@@ -49,8 +49,8 @@ def planned_needs(
 def said_of_time(
     settings: TrainSettings, inputs: Inputs, records: Sequence[Mapping[str, Any]], ranks: int
 ) -> str | None:
-    """A line on how long a step was planned to take, and took, by the metrics of a run's steps; None for a short run,
-    and for one that cannot be planned."""
+    """A line that compares the planned time of a step with the median in `records`, the metrics of a run's steps; None
+    for a run that was too short or cannot be planned."""
     seconds = [x["timing_s/step"] for x in records if "timing_s/step" in x]
     if sum(seconds) < _LEAST:
         return None

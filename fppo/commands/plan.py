@@ -54,7 +54,7 @@ def run(of: TrainSettings, options: PlanSettings) -> int:
 
 
 def gpu_of(device: torch.device) -> str:
-    """The name that plans have for a device of this machine."""
+    """The name under which `fppo plan` knows a device of this machine, such as "cpu" or "h100"."""
     if device.type == "cpu":
         return "cpu"
     name = torch.cuda.get_device_name(device)
@@ -63,14 +63,14 @@ def gpu_of(device: torch.device) -> str:
 
 
 def with_prompts(of: TrainSettings, prompts: PromptSet) -> TrainSettings:
-    """The settings with rows no longer than those of these prompts."""
+    """The settings with `data.max_prompt_tokens` reduced to the longest of these prompts."""
     longest = min(max(map(len, prompts.tokens)), of.data.max_prompt_tokens)
     return attrs.evolve(of, data=attrs.evolve(of.data, max_prompt_tokens=longest))
 
 
 def _as_read(of: TrainSettings) -> TrainSettings:
-    """The settings with rows as long as those of the run's own prompts, if these are in local files. If they cannot be
-    read, a line says so, and the settings stay as they are."""
+    """The settings with `data.max_prompt_tokens` reduced to the run's longest prompt, if its prompts are in local
+    files. If these cannot be read, print a line on it and return the settings unchanged."""
     if not of.data.path or not all(map(os.path.isfile, of.data.path)):
         return of
     try:
@@ -83,7 +83,7 @@ def _as_read(of: TrainSettings) -> TrainSettings:
 
 
 def _planned(of: TrainSettings, options: PlanSettings, case: Case, pool: str | None = None) -> Shown:
-    """The plan of a case, or of a `pool` of that name, with changes that would make it fit if it does not."""
+    """Plan a case, with changes that would make it fit if it does not; `pool` names the pool that the case is for."""
     estimate, helping = plan(case), None
     if options.tries and not estimate.fits:
         helping = [attrs.evolve(x, pool=pool, flags=_flags(of, x)) for x in remedies(estimate)]
@@ -91,7 +91,7 @@ def _planned(of: TrainSettings, options: PlanSettings, case: Case, pool: str | N
 
 
 def planned_pools(of: TrainSettings, options: PlanSettings) -> Shown:
-    """The plan of each pool of a run; it fits if all do."""
+    """Plan each pool of a run; the result fits if every pool does."""
     pools, calls = pools_of_run(of), column_calls(of, case_of(of, options))
     engines = any(models == ["rollout"] for _, models in pools.values())
     sections, numbers, fits = [], {}, True
@@ -111,8 +111,8 @@ def planned_pools(of: TrainSettings, options: PlanSettings) -> Shown:
 
 
 def _flags(of: TrainSettings, remedy: Remedy) -> dict[str, Any]:
-    """The settings of a remedy: sizes of passes in sequences if the run has them so, and for the critic as for the
-    actor."""
+    """The changes of a remedy as settings of the run: a token budget becomes a micro-batch size if the run sets that,
+    and also applies to the critic if its passes are those of the actor."""
     flags, case = dict(remedy.flags), remedy.plan.case
     if (tokens := flags.pop(TOKENS, None)) is None:
         return flags

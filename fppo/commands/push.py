@@ -22,8 +22,8 @@ _WEIGHTS = re.compile(
 
 
 def check(name: str, hub: HfApi, *, public: bool = False) -> None:
-    """Raise UsageError for a name that the hub does not take, without a login there, and for a repository that is
-    public already without `public`."""
+    """Raise UsageError for a name that the hub does not accept, if nobody is logged in to the hub, and for a repository
+    that is already public unless `public` is True."""
     try:
         validate_repo_id(name)
     except HFValidationError as error:
@@ -65,7 +65,7 @@ def _check_private(name: str, hub: HfApi, public: bool) -> None:
 
 @contextmanager
 def _refused(advice: str) -> Iterator[None]:
-    """A context whose errors become a UsageError with the advice, and without tokens."""
+    """A context that turns errors of the hub into a UsageError with `advice`, from which access tokens are removed."""
     try:
         yield
     except UsageError:

@@ -109,7 +109,7 @@ def ended_by_signals() -> Iterator[threading.Event]:
 
 
 def targets_of(options: ServeOptions, *, most: int | None = None) -> tuple[str, ...]:
-    """The runs or models that are to be served. Raises UsageError for none, and for too many."""
+    """The runs or models to be served. Raises UsageError if there are none, or more than `most`."""
     if not options.targets:
         raise UsageError("give the output_dir of a run, or a model")
     if most is not None and len(options.targets) > most:
@@ -118,7 +118,8 @@ def targets_of(options: ServeOptions, *, most: int | None = None) -> tuple[str, 
 
 
 def _policy(options: ServeOptions, target: str) -> tuple[ServedPolicy, Params, int, Callable[[], Any] | None]:
-    """The policy, its parameters, the number of its updates, and a function that looks for newer ones, if asked for."""
+    """Load the policy of a run or model. Returns it, its parameters, the number of its updates, and a function that
+    looks for newer parameters, or None without --follow."""
     directory = Path(target)
     if not (directory / session.SETTINGS).exists():
         if options.step is not None or options.follow:
@@ -145,7 +146,7 @@ def _loaded(directory: Path, policy: ServedPolicy, step: int) -> tuple[Params, i
 
 
 class FollowedRun:
-    """The newer checkpoints of a run, looked for at most every `seconds`.
+    """A run whose newer checkpoints are looked for, at most every `seconds`.
 
     A checkpoint that cannot be read is reported once and tried again; meanwhile the weights stay as they are.
     """
@@ -155,7 +156,8 @@ class FollowedRun:
         self._step, self._looked, self._said = step, now(), ""
 
     def __call__(self) -> tuple[Params, int] | None:
-        """The parameters of a newer checkpoint and the number of their updates; None without one."""
+        """Load the parameters of a newer checkpoint and the number of their updates; None if there is no newer one, or
+        if the last look was less than `seconds` ago."""
         if now() - self._looked < self._seconds:
             return None
         self._looked = now()
@@ -184,7 +186,8 @@ def settings_of_model(options: ServeOptions, target: str) -> TrainSettings:
 
 
 def bounds_of(options: ServeOptions, policy: ServedPolicy) -> Bounds:
-    """The bounds of a policy's server."""
+    """The limits of a policy's server: tokens of a row, tokens of an answer, and concurrent requests. Raises UsageError
+    if rows would be longer than the model allows."""
     config = policy.model.config
     most = longest_row(config.get_text_config()) or positions(config)
     asked = options.row_tokens or _LONGEST
@@ -207,7 +210,8 @@ def sources_of(options: ServeOptions, policy: ServedPolicy, bounds: Bounds, targ
 
 
 class EpisodeFiles:
-    """Episodes on disk, as rollouts: a file whenever `most` rows have come together, and one of the rest at the end."""
+    """Writer of episodes to disk, as rollouts: one file whenever `most` rows have been added, and one for the remaining
+    rows at the end."""
 
     def __init__(self, directory: Path, pad_token_id: int, *, most: int = 1024) -> None:
         try:

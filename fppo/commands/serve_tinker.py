@@ -46,7 +46,8 @@ START = "tml-"  # the prefix of all keys that tinker's client takes
 
 
 def keys_of(options: ServeOptions, given: str | None) -> tuple[list[str], bool]:
-    """The keys of tinker's clients, the server's first, and whether that is a new one. Raises UsageError."""
+    """The keys that tinker's clients may use: first the server's own, which is `given` or else new, then those of the
+    file --keys; and whether the server's key is new. Raises UsageError for invalid keys or an unreadable file."""
     key = START + secrets.token_urlsafe(32) if given is None else given
     keys = [key]
     if options.keys is not None:
@@ -66,7 +67,8 @@ def keys_of(options: ServeOptions, given: str | None) -> tuple[list[str], bool]:
 
 
 def _make_private(path: Path) -> None:
-    """Have a file of keys be readable by its owner alone, and say so. Raises UsageError for one of another user's."""
+    """Make a file of keys readable by its owner alone, and print that. Raises UsageError if the file's mode cannot be
+    changed, such as for another user's file."""
     mode = stat.S_IMODE(path.stat().st_mode)
     if not mode & 0o077:
         return
@@ -181,7 +183,8 @@ def _say(options: ServeOptions, model: str, url: str, keys: Sequence[str], *, ne
 
 
 def opened_store(options: ServeOptions, bases: Mapping[str, ServedBase]) -> TinkerService:
-    """The service of these bases over the store's directory. Raises UsageError where that cannot be used."""
+    """Open the tinker service for these base models, which keeps its data in the directory --store. Raises UsageError
+    if that directory cannot be used."""
     try:
         return TinkerService(Path(options.store), bases)
     except (OSError, JournalError) as error:

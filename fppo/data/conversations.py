@@ -51,7 +51,7 @@ class Imitated:
 
     @property
     def num_tokens(self) -> int:
-        """The number of its tokens."""
+        """The number of the row's tokens, prompt and response."""
         return len(self.prompt) + len(self.response)
 
 
@@ -119,8 +119,8 @@ def imitated_conversation(
 
 
 def _answer(before: str, whole: str) -> str:
-    """The part of a conversation's text after the prompt of its last turn; the white space between them may differ.
-    Raises ValueError for other differences."""
+    """The part of the text of a `whole` conversation after `before`, the prompt of its last turn. White space at the
+    border may differ; raises ValueError if the conversation begins with anything else."""
     if whole.startswith(before):
         return whole[len(before) :]
     if whole.startswith(bare := before.rstrip()):
@@ -205,19 +205,19 @@ def _too_large(row: Row, answers: Answers, fields: Fields, most: int, limit: int
 
 
 def _texts_of(answers: Answers, fields: Fields) -> list[str]:
-    """The fields that become tokens."""
+    """Names of the fields that become tokens: of prompt and response, or of the messages."""
     names = [fields.prompt, answers.response] if answers.messages is None else [answers.messages]
     return [field for name in names for field in fields_in(name)]
 
 
 def _opened(value: Any, name: str) -> Any:
-    """A field's value, as messages where it is their JSON text."""
+    """A field's value; if it is the JSON text of messages, these messages."""
     messages = from_text(value, name) if isinstance(value, str) and value.lstrip().startswith("[") else None
     return value if messages is None else messages
 
 
 def _inside(value: Any) -> Iterator[str]:
-    """The texts in a value."""
+    """Yield every text in a value, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
@@ -226,8 +226,8 @@ def _inside(value: Any) -> Iterator[str]:
 
 
 def _shortened(row: Row, answers: Answers, fields: Fields, most: int, limit: int) -> Row:
-    """Cut a row's texts to `most` characters, and its messages to `limit` or the assistant's next one after that:
-    enough for its first `limit` tokens."""
+    """Shorten a row so that its first `limit` tokens stay: cut texts to `most` characters, and messages to `limit`, or
+    a few more so that the assistant's comes last."""
 
     def short(value: Any) -> Any:
         if isinstance(value, str):

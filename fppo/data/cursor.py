@@ -88,8 +88,9 @@ def next_batch(
 ) -> tuple[Prompts, DataCursor]:
     """The next `size` prompts as a record [size, P], and the cursor after them.
 
-    Every prompt comes once per epoch, each epoch in a new order, unless `order` gives another, or a `curriculum`
-    chooses: then begin with its cursor, `begin_course`. `key` must be the same for the whole run.
+    Every prompt comes once per epoch, each epoch in a new random order, unless `order` gives another order, or a
+    `curriculum` chooses the prompts: then the first cursor is that of `begin_course`. `width` is P, by default that of
+    the longest prompt. `key` must be the same for the whole run.
     """
     if curriculum is None:
         indices, after = next_indices(len(dataset), cursor, size=size, key=key, shuffle=shuffle, order=order)
@@ -104,7 +105,7 @@ def begin_course(curriculum: Curriculum, prompts: PromptSet) -> DataCursor:
 
 
 def at_step(cursor: DataCursor, step: int) -> DataCursor:
-    """The cursor at a step of the run, for the curriculum if there is one."""
+    """The cursor with the curriculum's step set to `step`; unchanged if there is no curriculum."""
     return cursor if cursor.course is None else replace(cursor, course=replace(cursor.course, step=step))
 
 
@@ -113,7 +114,7 @@ def chosen_indices(
 ) -> tuple[list[int], DataCursor]:
     """The indices of the `size` prompts of `count` that a curriculum chooses, and the cursor after them.
 
-    Raises ValueError for a cursor without its state, for invalid indices, and for another number of them.
+    Raises ValueError for a cursor without the curriculum's state, and for a choice that is not `size` valid indices.
     """
     course = cursor.course
     if course is None:
@@ -143,7 +144,8 @@ class Learn:
         return Learn(curriculum=curriculum, numbers=numbers)
 
     def __call__(self, cursor: DataCursor, scored: Scored) -> tuple[DataCursor, Metrics]:
-        """The cursor with the state after these responses, at the next step, and the curriculum's numbers."""
+        """Update the curriculum by the scores of these responses. Returns the cursor with the new state, at the next
+        step, and the numbers that the curriculum reports."""
         course = cursor.course
         assert course is not None
         scored = joined(scored)

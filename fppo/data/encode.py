@@ -105,8 +105,8 @@ def encode_rows(
 def _too_long(
     asked: Sequence[tuple[Row, Example]], tokenizer: Any, limit: int, over_long: OverLong, problems: Problems
 ) -> set[int]:
-    """The numbers of prompts too long for `limit` tokens even if each were the vocabulary's longest: tokenizers take
-    minutes for many megabytes. Empty if prompts are to be truncated.
+    """Indices of the prompts that have more characters than `limit` tokens can have, so that they need not be
+    tokenized, which takes minutes for many megabytes. Empty if prompts are to be truncated.
 
     Raises ValueError that names them, after all problems noted so far, if `over_long` is "error".
     """
@@ -245,7 +245,8 @@ def _tokens_or_zeros(
     chat: ChatOptions,
     problems: Problems,
 ) -> list[list[int]]:
-    """The token ids of every prompt, and `limit` + 1 zeros for those numbered `huge`, which are not tokenized."""
+    """The token ids of every prompt; `limit` + 1 zeros for prompts whose indices are in `huge`, which are not
+    tokenized."""
     ids = iter(_tokens([x for number, x in enumerate(asked) if number not in huge], tokenizer, chat, problems))
     return [[0] * (limit + 1) if number in huge else next(ids) for number in range(len(asked))]
 

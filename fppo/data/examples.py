@@ -47,12 +47,12 @@ class Fields:
 
     @property
     def needed(self) -> dict[str, str | None]:
-        """The fields that every row must have, by the settings that name them."""
+        """The fields that every row must have (None: none for this role), by the settings that name them."""
         return {"data.prompt": self.prompt, "data.ground_truth": self.ground_truth, "data.source": self.source}
 
     @property
     def seen(self) -> dict[str, str]:
-        """The fields of images and videos by kind: "image", "video"."""
+        """The names of the fields with images and videos, by kind: "image", "video"."""
         fields = {"image": self.images, "video": self.videos}
         return {kind: name for kind, name in fields.items() if name is not None}
 
@@ -73,7 +73,8 @@ class Answers:
     turns: ImitatedTurns = "all"
 
     def needed(self, fields: Fields) -> dict[str, str | None]:
-        """The fields that every row must have, beside what `fields` names, by the settings that name them."""
+        """The fields that every row to imitate must have, by the settings that name them; prompt and source are those
+        of `fields`."""
         source = {"data.source": fields.source}
         if self.messages is not None:
             return {"sft.messages": self.messages, **source}
@@ -323,7 +324,8 @@ _ONE = {"image": _one_image, "video": _one_video}
 
 
 def _seen(row: Row, name: str, kind: str) -> tuple[Any, ...]:
-    """The row's images, or its videos, as the row has them; relative paths are resolved against the row's file."""
+    """The row's images or videos (`kind`) in the field `name`, unopened; relative paths are resolved against the row's
+    file. Empty if the field is null or missing."""
     try:
         value = lookup(row.fields, name)
     except BadField:

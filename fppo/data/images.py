@@ -178,7 +178,7 @@ class ReadInputs(Sequence["RowInputs | None"]):
         return len(self._rows)
 
     def select(self, indices: Sequence[int]) -> ReadInputs:
-        """The inputs at `indices`."""
+        """The inputs of the prompts at `indices`, in that order."""
         return ReadInputs(self._reader, [self._rows[i] for i in indices])
 
 
@@ -209,7 +209,8 @@ def opened(image: Any, number: int) -> Any:
 
 
 def _filled(part: Mapping[str, Any], left: Mapping[str, Iterator[Any]], items: list[Any]) -> dict[str, Any]:
-    """A message part in the processor's form; its image or video is added to `items`."""
+    """A message part in the processor's form, filled with the next image or video in `left`, which is also added to
+    `items`."""
     kind = part["type"]
     if kind not in left:
         return dict(part)
@@ -218,8 +219,8 @@ def _filled(part: Mapping[str, Any], left: Mapping[str, Iterator[Any]], items: l
 
 
 def _by_image(name: str, x: Any, rows: bool) -> Tensor:
-    """A processor's tensor with images or patches as first dimension. With `rows` a dimension of rows, or of videos,
-    comes before that, and is flattened in."""
+    """Check that a processor's output `x` is a tensor, and return it with images or patches as the first dimension.
+    With `rows` the output has a dimension of rows, or of videos, before that one, and the two are joined."""
     if not isinstance(x, Tensor):
         raise ValueError(f"the processor gives {name} as {type(x).__name__}, not as one tensor")
     return x.flatten(0, 1) if rows else x

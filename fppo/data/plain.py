@@ -74,7 +74,7 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def twice(names: Sequence[str]) -> list[str]:
-    """The names that occur more than once."""
+    """The names that occur more than once in a list."""
     return sorted({name for name in names if names.count(name) > 1})
 
 

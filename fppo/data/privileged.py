@@ -122,14 +122,15 @@ def _padded(texts: Sequence[Sequence[int]], *, like: Judged | Prompted) -> tuple
 
 
 def _begins(said: Int[Tensor, "b t"], truth: Int[Tensor, "b g"]) -> Bool[Tensor, "b n"]:
-    """Whether the first n tokens are a prefix of the truth, for n from 0 to T."""
+    """Whether the first n tokens of a response are a prefix of the truth, for n from 0 to T; bool [B, T + 1]."""
     width = said.shape[1]
     same = said == pad(truth, (0, max(width - truth.shape[1], 0)), value=-1)[:, :width]
     return pad(same.cumprod(1), (1, 0), value=1).bool()
 
 
 def _has_within(said: Int[Tensor, "b t"], truth: Int[Tensor, "b g"]) -> Bool[Tensor, "b n"]:
-    """Whether the first n tokens contain the truth, for n from 0 to T; never for an empty truth."""
+    """Whether the first n tokens of a response contain the truth as a run, for n from 0 to T; bool [B, T + 1]. False
+    for an empty truth."""
     width, sizes = said.shape[1], (truth >= 0).sum(1, keepdim=True)
     wide = pad(said, (0, truth.shape[1]), value=-2)
     here = (sizes > 0).expand_as(said)  # positions at which the truth starts

@@ -28,12 +28,13 @@ class Problems:
             self._places[text] = (first, number + 1)
 
     def check(self, what: str) -> None:
-        """Raise DataError if there are any."""
+        """Raise DataError if any problem was noted; `what` names the rows in its message."""
         if self.count:
             raise DataError(self, what)
 
     def text(self, what: str) -> str:
-        """The error's text: the count, a line for each problem shown, and the number of others."""
+        """The text of an error about the rows `what`: the count, a line for each problem shown, and the number of
+        others."""
         noun = "problem" if self.count == 1 else "problems"
         return "\n  ".join([f"{self.count} {noun} in the {what}:", *self.lines(), *filter(None, [self.rest()])])
 
@@ -100,7 +101,8 @@ def together(errors: Sequence[Exception]) -> list[Exception]:
 
 
 def fail(texts: Sequence[str], what: str) -> None:
-    """Raise DataError that names the first `SHOWN` of `texts` and counts all; do nothing if there are none."""
+    """Raise a DataError about `what` that names the first `SHOWN` of the problems `texts` and counts all; do nothing
+    without problems."""
     problems = Problems()
     for text in texts:
         problems.add(text)

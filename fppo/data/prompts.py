@@ -160,5 +160,6 @@ def digests_of(prompts: PromptSet) -> dict[str, str]:
 
 
 def _other(value: Any) -> str:
-    """The name of a value's type, digested in place of values that JSON lacks, as prompt sets of scripts may hold."""
+    """The name of a value's type. It is digested in place of a value that JSON cannot hold, such as scripts put into
+    prompt sets."""
     return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -290,7 +290,8 @@ def _split(loaded: Any, split: str, name: str) -> Any:
 
 
 def _undecoded(table: Any) -> Any:
-    """The table with videos as undecoded files: the library would decode all frames, and by torchcodec alone."""
+    """A data set with videos left as undecoded files, since the datasets library would decode all frames, and needs
+    torchcodec for it."""
     import datasets
 
     for name, kind in (table.features or {}).items():  # a stream may not know its features before it is read

@@ -112,7 +112,7 @@ class _Dialect:
     calls: str = CALLS[0]  # the field of calls
 
     def of(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages in this form."""
+        """Convert messages to this form."""
         return [self._one(message) for message in messages]
 
     def _one(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class _Dialect:
 
 
 class _Shape(NamedTuple):
-    """The parts that a message has, without their texts."""
+    """The role of a message and the kinds of its parts, without their texts."""
 
     role: str
     content: bool | tuple[str, ...]  # whether there is text, or the kinds of its parts
@@ -242,7 +242,7 @@ def _form_of(template: Template, shapes: tuple[_Shape, ...], generation: bool) -
 
 
 def _dialects(shapes: Sequence[_Shape]) -> list[_Dialect]:
-    """The dialects that differ for such a conversation, the most usual first."""
+    """All dialects in which a conversation of these shapes is written differently, the most usual first."""
     calls = [shape.calls for shape in shapes if shape.calls]
     texts, single = any(shape.content is True for shape in shapes), all(len(x) == 1 for x in calls)
     choices = {
@@ -260,8 +260,8 @@ def _dialects(shapes: Sequence[_Shape]) -> list[_Dialect]:
 def _judged(
     template: Template, dialect: _Dialect, marked: Sequence[Mapping[str, Any]], generation: bool
 ) -> tuple[list[str], list[tuple[int, str]]]:
-    """The faults of a template in a marked conversation, and the fields of earlier turns that it leaves out, each
-    (message, field)."""
+    """Render a marked conversation in a dialect; returns the template's faults, and the fields of earlier turns that it
+    may leave out, each (message, field)."""
     text = template.write_marks(dialect.of(marked), generation=generation).casefold()
     problems: list[str] = []
     if dialect.in_parts and "{'type'" in text:
@@ -298,7 +298,7 @@ def _shows_tools(template: Template, dialect: _Dialect) -> bool:
 
 
 def _marks(message: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """The field of each mark of a message, the mark, and how often it may stand in a text."""
+    """Yield each mark of a message as (field, mark, how often the mark may occur in the rendered text)."""
     content = message["content"]
     texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
     yield from (("content", text, 1) for text in texts if text)
@@ -311,7 +311,7 @@ def _marks(message: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """The texts in a value, its keys among them."""
+    """Yield every text in a value, at any depth, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -322,15 +322,16 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _is_no_json(text: str, arguments: Any) -> bool:
-    """Whether marked arguments stand in a text as Python writes them, or as JSON within JSON."""
+    """Whether a text holds marked arguments in a form other than plain JSON: as Python writes them, or as JSON within
+    JSON."""
     return isinstance(arguments, dict) and any(f"'{key}'" in text or f'\\"{key}' in text for key in arguments)
 
 
 def _forgets(
     template: Template, dialect: _Dialect, turns: Sequence[Mapping[str, Any]], field: str, mark: str, count: int
 ) -> bool:
-    """Whether a mark of the last of these turns is a thought that the template shows at the end of a conversation, but
-    not within one of `count` messages. Some templates treat content next to a call as a thought."""
+    """Whether a mark that is missing from a conversation of `count` messages is a thought, in the last of `turns`, that
+    the template shows if the conversation ends there. Some templates treat content next to a call as a thought."""
     message = turns[-1]
     thought = field == "reasoning" or (
         field == "content" and ("tool_calls" in message or "reasoning_content" in message)
@@ -343,8 +344,8 @@ def _forgets(
 
 
 def _missing(messages: Sequence[Mapping[str, Any]], text: str, forgotten: frozenset[tuple[int, str]]) -> Iterator[str]:
-    """Name the fields of which the text lacks words: a template may choose by the texts themselves, which marks do not
-    reveal."""
+    """Name the message fields of which words are missing in the rendered text. Marks do not reveal a template that
+    decides by the words of a text."""
     words, last = _Words(text), len(messages) - 1
     for number, message in enumerate(messages):
         for field, said in _said(message, earlier=number < last):
@@ -367,7 +368,7 @@ def _said(message: Mapping[str, Any], *, earlier: bool) -> Iterator[tuple[str, s
 
 
 class _Words:
-    """The words of a text."""
+    """A text and its words, to look up whether it contains others."""
 
     def __init__(self, text: str) -> None:
         self._text, self._folded, self._words = text, text.casefold(), frozenset[str]()

@@ -97,7 +97,7 @@ def check_interrupts(ahead: int, ranks: int) -> None:
 
 
 class _Ended(Exception):
-    """Raised in generation that is no longer wanted."""
+    """Raised in a sampling thread to end generation whose results are no longer needed."""
 
 
 class NewestWeights:
@@ -114,11 +114,11 @@ class NewestWeights:
         return self._kept
 
     def give(self, params: Params, version: int) -> None:
-        """Replace the weights."""
+        """Replace the weights by `params` after `version` updates."""
         self._kept = params, version
 
     def end(self) -> None:
-        """End generation at its next query."""
+        """End generation when it next asks for weights."""
         self._ended = True
 
 
@@ -212,8 +212,8 @@ class AheadSampler:
             self._program = attrs.evolve(program, rollout=partial(rollout, newer=self._newest), check=False)
 
     def before(self, run: RunState) -> tuple[RunState, Metrics, Metrics]:
-        """Prepare a step: return the run with a batch for it, the times spent here, and those of the thread. Starts to
-        sample the batches that are missing."""
+        """Prepare a step: start to sample the batches that are missing, and wait for the step's own. Returns the run
+        with that batch, the times spent in this call, and the times of the sampling thread."""
         own: Metrics = {}
         made: Metrics = {}
         if not self._ahead:
@@ -231,8 +231,9 @@ class AheadSampler:
         return run, own, made
 
     def after(self, run: RunState) -> tuple[RunState, Metrics, Metrics]:
-        """Finish a step: return the run with the batches made by now, the times spent here, and those of the thread.
-        Waits for all batches under way, unless they may go on with the weights of this step's update."""
+        """Finish a step: wait for all batches that are being sampled, unless these may go on with the weights of this
+        step's update. Returns the run with the finished batches, the times spent in this call, and the times of the
+        sampling thread."""
         if self._under_way is None:
             return run, {}, {}
         if self._newest is None:

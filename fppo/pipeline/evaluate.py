@@ -30,7 +30,8 @@ class EvaluateRun(Protocol):
 
 @attrs.frozen(kw_only=True)
 class EvaluateHeldOut:
-    """Evaluate a run's policy on the same prompts each time, and its critic by `truth`, if there is one."""
+    """Evaluate a run's policy on the same prompts each time and, if `truth` is given, its critic by comparison with
+    exact values."""
 
     batches: Callable[[], Iterable[Prompts]]
     engine: Engine

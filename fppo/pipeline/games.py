@@ -38,9 +38,9 @@ class Played:
     gamma: float = 1.0
 
     def __call__(self, asked: Prompts, rollout: Rollout, of_policy: PolicyOf) -> Iterator[Truth]:
-        """The truth about the rollout's responses, one to each prompt, by dynamic programming over all that the policy
-        can say and all that can be dealt. V of a token is the expected return before it; its advantage is the expected
-        return after it, less V.
+        """The exact values of the rollout's responses, one to each prompt, by dynamic programming over every turn that
+        the policy can take and every move of chance. A token's value is the expected return before it; its advantage is
+        the expected return after it, minus that value.
 
         Raises ValueError for a game that does not fit the limits of responses, or has too many ways to be played.
         """
@@ -96,7 +96,7 @@ class _Path(NamedTuple):
     chosen: tuple[bool, ...] = ()
 
     def on(self, ids: Ids, chosen: bool) -> _Path:
-        """The path with further tokens."""
+        """The path extended by the tokens `ids`; `chosen`: the policy chose them."""
         return _Path(self.prompt, self.said + ids, self.chosen + (chosen,) * len(ids))
 
 
@@ -127,7 +127,7 @@ class Ways:
         self._turn(_Path(prompt), turns, 1)
 
     def tree(self) -> GameTree:
-        """The tree of all ways."""
+        """Build the tree of all ways added so far."""
         by, to, chance = zip(*self._links, strict=True) if self._links else ((), (), ())
         return GameTree(
             at=torch.tensor([place for place, _ in self._tokens]),
@@ -140,7 +140,7 @@ class Ways:
         )
 
     def rows(self, device: torch.device) -> Continued:
-        """The rows, for a pass in which the policy computes the log-probs of their tokens."""
+        """Build rows of all ways on `device`, for a pass in which the policy computes the log-probs of their tokens."""
         pad = self._engine.pad_token_id
 
         def padded(rows: Sequence[Sequence[int] | Sequence[bool]], value: int | bool, side: str) -> Tensor:

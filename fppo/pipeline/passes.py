@@ -95,7 +95,7 @@ class PolicyPass:
     record: Recorder | None = None
 
     def __call__(self, params: Params, rows: Rows, *, outputs: Sequence[str]) -> TokenOutputs:
-        """These outputs of all rows, [B, T] each."""
+        """Compute the outputs of these names for all rows, [B, T] each."""
         share = share_of(rows, self.forward)
         out = compute_outputs(
             self.fetch(params),
@@ -121,7 +121,7 @@ class ValuePass:
     record: Recorder | None = None
 
     def __call__(self, params: Params, rows: Rows) -> Tensor:
-        """The values of all rows [B, T]."""
+        """Compute the values of all rows, [B, T]."""
         share, forward = share_of(self.view(rows), self.forward), self.forward
         given = {"forward": forward, "micro_batching": self.micro_batching, "record": self.record}
         return share.collected(compute_values(self.fetch(params), share.own, **given))
@@ -177,7 +177,7 @@ def share_of(rows: R, forward: Forward) -> Share[R]:
 
 
 def balance_of(rows: SortedRows, forward: Forward) -> Metrics:
-    """A metric of how unequal the ranks' work on these rows is; none on a single rank."""
+    """The metric perf/imbalance, how unequal the data ranks' work on these rows is; empty on a single rank."""
     if ranks_on(forward.mesh, DATA_AXES) == 1:
         return {}
     alike = saves_enough(rows, forward)
@@ -187,6 +187,6 @@ def balance_of(rows: SortedRows, forward: Forward) -> Metrics:
 
 
 def required(x: Tensor | None) -> Tensor:
-    """A requested output of a pass, asserted to be there."""
+    """Return an output of a pass that was requested, so that it is never None."""
     assert x is not None
     return x

@@ -48,12 +48,12 @@ class Difference:
 
     @property
     def part(self) -> str:
-        """The part that differs first."""
+        """The part ("batch" or "result") of the first leaf that differs."""
         return self.leaves[0].part
 
     @property
     def leaf(self) -> str:
-        """The leaf that differs first."""
+        """The path of the first leaf that differs."""
         return self.leaves[0].leaf
 
     def is_of_metrics(self, compute_dtype: str) -> bool:
@@ -111,8 +111,8 @@ def record_line(
     kind: Kind | None = None,
     of_state: OfState | None = None,
 ) -> dict[str, Any]:
-    """A step's line of the digests file: a digest of the state, one of each leaf, their kind unless it is blake2b, and
-    a sketch of each leaf."""
+    """Make a step's line of the digests file: a digest of the whole state, digests of all leaves of state and batch,
+    their kind unless it is blake2b, and sketches of the leaves. Keywords are those of `digests_of`."""
     assert record.experience is not None
     device = device or device_of(record.run.actor.params)
     kind = kind or digests.kind_of(device, mesh)
@@ -125,7 +125,8 @@ def record_line(
 def sizes_of(
     run: RunState, experience: Experience, mesh: Mesh = LOCAL, of_state: OfState | None = None
 ) -> dict[str, dict[str, list[float]]]:
-    """The sketches of a step's batch, and of the state that it led to where this process has all of it."""
+    """Numeric sketches of the leaves of a step's batch and, if this process holds the whole state after the step, of
+    that state's."""
     whole = of_state is None and ranks_on(mesh, AXES) == 1
     return {"batch": sketches(experience), "result": sketches(run) if whole else {}}
 

@@ -156,7 +156,7 @@ class Annotate:
         return extend(Annotated, annotated, ref_log_probs=ref_log_probs, **columns), report
 
     def _outputs(self) -> list[str]:
-        """The outputs that the policy's pass is to compute."""
+        """Names of the outputs that the policy's pass is to compute, log-probs first."""
         besides = {"sum_squared_probs": self.sum_squared, **dict.fromkeys(self.passes.read, True)}
         whole = self.old_log_probs == "pass" or any(besides.values())  # there is a pass over all rows anyway
         besides["routed"] = whole if self.replay == "rollout" else self.replay != "none"
@@ -200,7 +200,7 @@ class LeaveAgreed:
     share: float = attrs.field(kw_only=True)
 
     def __call__(self, annotated: Annotated, kl: KLState) -> tuple[Experience, KLState, Metrics]:
-        """See `Estimate`. Raises ValueError for a batch without an ensemble's disagreement."""
+        """Take and return what `Estimate` does. Raises ValueError for a batch without an ensemble's disagreement."""
         experience, kl, report = self.stage(annotated, kl)
         mask = experience.response_mask
         kept = advantages.decisive(_apart(experience, "LeaveAgreed"), mask, share=self.share)
@@ -217,7 +217,7 @@ class LeaveDisputed:
     share: float = attrs.field(kw_only=True)
 
     def __call__(self, annotated: Annotated, kl: KLState) -> tuple[Experience, KLState, Metrics]:
-        """See `Estimate`. Raises ValueError for a batch without an ensemble's disagreement."""
+        """Take and return what `Estimate` does. Raises ValueError for a batch without an ensemble's disagreement."""
         experience, kl, report = self.stage(annotated, kl)
         mask = experience.response_mask
         kept = advantages.undisputed(_apart(experience, "LeaveDisputed"), mask, share=self.share)

@@ -96,8 +96,9 @@ def _untimed(state: TrainState) -> TrainState:
 
 
 def _ages(scored: Scored, version: int) -> Metrics:
-    """Metrics of how many updates the policy has had since it sampled the rows, or the tokens if these have versions;
-    for tokens also the count of each age, and the oldest version."""
+    """Metrics of how many updates the policy has had since it sampled the rows or, if tokens have versions of their
+    own, the tokens; for tokens also the number of each age, and the oldest version. `version`: the policy's updates by
+    now."""
     versions, mask = scored.token_versions, scored.response_mask
     if versions is None:
         versions, mask = scored.versions, torch.ones_like(scored.versions, dtype=torch.bool)
@@ -112,8 +113,9 @@ def _ages(scored: Scored, version: int) -> Metrics:
 
 
 def check_updates(role: str, before: int, after: RunState, report: Metrics) -> None:
-    """Raise RunFailed if no gradient of these updates was finite, and they were the model's first (`before` is 0), or,
-    with a loss scale, had the least possible scale."""
+    """Raise RunFailed if all of a step's updates of a role were skipped for gradients that are not finite, and no later
+    update can do better: they were the model's first (`before`, its earlier updates, is 0) or, with a loss scale, had
+    the smallest scale."""
     skipped, scale = report.get(f"{role}/skipped"), report.get(f"{role}/loss_scale")
     may_pass = before > 0
     if isinstance(scale, metrics.Mean):

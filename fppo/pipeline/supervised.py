@@ -55,7 +55,7 @@ def imitate_step(
 
 
 def lengths_of(batch: Demonstrations) -> Metrics:
-    """Lengths of the rows of a batch, in tokens, and how many of them are imitated."""
+    """Metrics of a batch: lengths of its rows in tokens, and numbers of imitated tokens."""
     attended, imitated = batch.attention_mask.sum(1), batch.response_mask.sum(1)
     every = attended > 0
     return {
@@ -99,5 +99,5 @@ class EvaluateLoss:
 
 
 def _rows_of(source: str, sources: list[str], mask: Tensor) -> Tensor:
-    """Whether each row is of a source, bool [B, 1]."""
+    """Whether each row comes from `source`, bool [B, 1] on the device of `mask`."""
     return mask.new_tensor([x == source for x in sources])[:, None]

@@ -180,7 +180,8 @@ def _parting(stage: str, expected: Leaves, actual: Leaves) -> StageDifference:
 
 
 def _gap(expected: Any, actual: Any) -> tuple[float, float] | None:
-    """The largest difference, and its ratio to the largest number; None for equal bits."""
+    """The largest difference between two leaves, and its ratio to the largest number in `expected`; None if their bits
+    are equal, and infinity if they cannot be compared."""
     if not isinstance(expected, Tensor):
         return None if expected == actual else (torch.inf, torch.inf)
     if not isinstance(actual, Tensor) or actual.shape != expected.shape or actual.dtype != expected.dtype:

@@ -175,8 +175,8 @@ def _observe(
     left: _Left = _NOTHING,
     ranks: int = 1,
 ) -> tuple[float, _Left]:
-    """Pass the record of a step that began at `since` to the observers, with what the step before `left`; return when
-    the last observer was called, and what it returned."""
+    """Pass the record of a step that began at `since` to the observers, with the numbers that the previous step's last
+    observer `left`. Returns when this step's last observer was called, and the numbers that it returned."""
     numbers = metrics.report(report) | memory_metrics() | {"training/global_step": float(run.step), **left.numbers}
     ran, own = [*left.spans, *spans(report)], ()
     stages = numbers.get("timing_s/step", 0.0) - numbers.get("timing_s/outside", 0.0)
@@ -200,7 +200,8 @@ def _observe(
 
 
 def _times(seconds: float, stages: float, tokens: float) -> dict[str, float]:
-    """The numbers of a step that took `seconds`, `stages` of them in stages, with `tokens` tokens on each rank."""
+    """Metrics of a step's time and throughput: it took `seconds`, of which `stages` seconds were spent in stages, for
+    `tokens` tokens on each rank."""
     return {
         "timing_s/step": seconds,
         "timing_s/outside": seconds - stages,
@@ -210,11 +211,12 @@ def _times(seconds: float, stages: float, tokens: float) -> dict[str, float]:
 
 
 def times_of(seconds: float, stages: float, tokens: float) -> Metrics:
-    """Step times as metrics, without the observers."""
+    """Metrics of a step's time and throughput, where no observer adds time: it took `seconds`, of which `stages`
+    seconds were spent in stages, for `tokens` tokens on each rank."""
     times = _times(seconds, stages, tokens)
     return {name: metrics.mean(x) if "perf/" in name else metrics.total(x) for name, x in times.items()}
 
 
 def _in_stages(numbers: Mapping[str, float]) -> float:
-    """The seconds of all stages among the numbers."""
+    """The sum of the seconds of all stages, the numbers whose names begin with timing_s/."""
     return sum(x for name, x in numbers.items() if name.startswith("timing_s/"))

@@ -123,8 +123,9 @@ def critic_truth(
 def one_answer(
     asked: Prompts, rollout: Rollout, of_policy: PolicyOf, *, answers: Answers, gamma: float = 1.0
 ) -> Iterator[Truth]:
-    """The truth about the right answers and about the rollout's responses, one to each prompt, if the right one is
-    worth 1 and all others 0 (`advantages.exact_values`); exact advantages are r + gamma V_s - V."""
+    """Yield the exact values of the right answers, then those of the rollout's responses, one to each prompt, if the
+    right answer is worth 1 and all others 0 (`advantages.exact_values`). The exact advantage of the token at t is
+    r_t + gamma V_s - V_t, where s is the next position in the mask (V_s = 0 at the end)."""
     answer, answered = (x.to(rollout.tokens.device) for x in answers(asked))
     right = _answered(asked, answer, answered)
     out = of_policy(right)
@@ -148,7 +149,7 @@ def _answered(asked: Prompts, answer: Tensor, mask: Tensor) -> Continued:
 
 
 def _rewards(answers: Tensor, answer_mask: Tensor, responses: Tensor, mask: Tensor) -> Tensor:
-    """1 at the last token of each response that is the answer, [B, T]."""
+    """Token rewards [B, T]: 1 at the last token of each response that equals its answer, else 0."""
     width = max(answers.shape[1], responses.shape[1])
 
     def wide(x: Tensor, there: Tensor) -> Tensor:

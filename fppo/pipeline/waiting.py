@@ -31,7 +31,7 @@ class Waiting:
         )
 
     def batch(self) -> Scored:
-        """The batch with the rows' inputs."""
+        """The stored batch, with the image and video inputs of its rows put back."""
         return self.scored if self.inputs is None else replace(self.scored, inputs=self.inputs.column())
 
 

@@ -76,9 +76,9 @@ def character_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast
 
 
 def bpe_tokenizer(texts: list[str], *, size: int = 2048, alone: str = "") -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `size` tokens learned from texts; <pad> is 0 and <eos> is 1.
+    """A byte-level BPE tokenizer of `size` tokens learned from texts; the id of <pad> is 0, that of <eos> 1.
 
-    Digits, and the characters of `alone`, are tokens one by one, and part of no other.
+    Each digit, and each character in `alone`, is a token of its own and part of no longer token.
     """
     tokenizer = Tokenizer(BPE())
     cuts = [pre_tokenizers.Split(character, "isolated") for character in alone]
@@ -131,7 +131,8 @@ def warm_up(
     mistakes: float = 0.75,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Params:
-    """Train on demonstrations by supervised learning; a share of `mistakes` of them forgets the carry."""
+    """Train `params` on demonstrations by supervised learning, and return the new ones. The fraction `mistakes` of the
+    demonstrations forgets the carry."""
     rate = schedule("linear", lr, total_steps=steps, warmup_steps=30)
     optimizer = adamw(rate, betas=(0.9, 0.99), weight_decay=0.0)
     vocabulary = tokenizer.get_vocab()
@@ -157,7 +158,7 @@ def warm_up(
 def warmed_up(
     key: Key, *, steps: int = 600, on_step: Callable[[int, float], None] = lambda step, loss: None
 ) -> tuple[PreTrainedTokenizerFast, Model, Params]:
-    """The tokenizer, and a small model that has imitated the demonstrations."""
+    """Make the tokenizer, and a small model with parameters trained on the demonstrations (`warm_up`)."""
     tokenizer = character_tokenizer()
     model = small_model(len(tokenizer))
     params = models.init_params(model, key.fold("init"))
@@ -191,7 +192,7 @@ def prepare(
 
 
 def settings(directory: Path, seed: int) -> TrainSettings:
-    """The PPO run on what `prepare` wrote."""
+    """The settings of the PPO run on the model and prompts that `prepare` wrote to `directory`."""
     # imported here, since the task alone needs no packages of the command line
     from fppo.settings.learning import ActorSettings, AlgorithmSettings, CriticSettings, KlRewardSettings
     from fppo.settings.model import ModelSettings

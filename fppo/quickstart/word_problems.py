@@ -83,7 +83,7 @@ def split() -> tuple[list[WordProblem], list[WordProblem]]:
 
 
 def _fact(problem: WordProblem) -> tuple[str, int, int]:
-    """The sum, difference or product of a question, whatever the order of a sum's or a product's numbers."""
+    """The operation of a question and its two numbers, the smaller one first, so that 2 + 3 and 3 + 2 are equal."""
     a, b = problem.numbers
     return problem.sign, min(a, b), max(a, b)
 
@@ -102,7 +102,7 @@ def prepare(directory: Path) -> None:
 
 
 def cost(directory: Path) -> str:
-    """Describe the time, memory and disk that the run takes."""
+    """A text on the time, memory and disk that the run in `directory` takes."""
     return (
         f"SmolLM2-135M-Instruct, {STEPS} steps of GRPO: about {MINUTES} minutes on two idle cores, "
         f"{MEMORY_GB} GB of memory, and {DISK_GB} GB of disk, most of it in {directory}; nothing is downloaded"
@@ -110,7 +110,7 @@ def cost(directory: Path) -> str:
 
 
 def settings(directory: Path, seed: int) -> TrainSettings:
-    """The GRPO run on what `prepare` wrote."""
+    """The settings of the GRPO run on the questions that `prepare` wrote to `directory`."""
     # imported here, since the task alone needs no packages of the command line
     from fppo.settings.learning import ActorSettings, AdvantageSettings, AlgorithmSettings, OptimizerSettings
     from fppo.settings.model import ModelSettings

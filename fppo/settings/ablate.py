@@ -61,22 +61,22 @@ class AblateSettings:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """The operations one by one."""
+        """The operations of `op`, split at commas."""
         return _split(self.op)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The implementations one by one."""
+        """The implementations to run, split at commas."""
         return _split(self.implementations)
 
     @property
     def dtype_names(self) -> tuple[str, ...]:
-        """The dtypes one by one."""
+        """The dtypes to run, split at commas."""
         return _split(self.dtypes)
 
     @property
     def sizes(self) -> list[dict[str, int]]:
-        """The shapes as mappings."""
+        """The shapes to run, each as a mapping of sizes by name."""
         return [{n: int(size) for n, size in (p.split("=") for p in text.split(","))} for text in self.shapes]
 
 

@@ -56,13 +56,13 @@ class BiasSettings:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tables one by one."""
+        """The tables to compute, split at commas."""
         return tuple(dict.fromkeys(part for text in self.tables for part in text.split(",") if part))
 
 
 def load(file: str | None, arguments: Sequence[str]) -> tuple[TrainSettings | None, BiasSettings]:
-    """The run of a file and of flags (None without both), and the options of the command. Raises SettingsError with
-    every problem."""
+    """Read the settings of the run that a file and flags describe (None if neither is given), and the options of `fppo
+    bias`. Raises SettingsError with every problem."""
     options, rest = tyro.cli(BiasSettings, args=arguments, prog="fppo bias [FILE.toml]", return_unknown_args=True)
     run, wrong = (None, []) if file is None and not rest else run_of(file, rest, _UNREAD)
     wrong = [*wrong, *problems(options, of_run=run is not None), *(unread(options) if run is not None else ())]
@@ -72,14 +72,15 @@ def load(file: str | None, arguments: Sequence[str]) -> tuple[TrainSettings | No
 
 
 def unread(options: BiasSettings) -> list[str]:
-    """List the options given that tables alone read, and lines about a run do not, one line each."""
+    """List the given options that only tables read, which have no effect on lines about a run, one line each."""
     given = attrs.asdict(options, filter=lambda field, value: field.name in OF_TABLES and value != field.default)
     text = "is of the tables, and a run gets three lines; leave it out, or the run's file and flags"
     return [f"--{name.rstrip('_')} {text}" for name in given]
 
 
 def _too_many(options: BiasSettings, *, of_run: bool) -> list[str]:
-    """A line if a world has too many groups to sum over: groups of rows in the table of estimators, pairs in others."""
+    """A line if a world has too many groups of responses to sum over, else none. Groups have the largest size in `n`
+    for the table of estimators, and two responses elsewhere."""
     others, last = options.vocabulary - 1, options.horizon - 1
     n = max(options.n) if "estimators" in options.names and not of_run else 2
     responses = sum(others**length for length in range(last)) + others**last * options.vocabulary
@@ -90,7 +91,7 @@ def _too_many(options: BiasSettings, *, of_run: bool) -> list[str]:
 
 
 def problems(options: BiasSettings, *, of_run: bool) -> list[str]:
-    """List the problems of the settings, one line each; `of_run`: for lines about a run."""
+    """List the problems of the options, one line each. `of_run`: they are for lines about a run, not for tables."""
     lines = flag_problems(options) or _too_many(options, of_run=of_run)
     unknown = [name for name in options.names if name not in TABLES]
     return lines + [f"--tables {name}: there is no such table; {did_you_mean(name, TABLES)}" for name in unknown]

@@ -48,7 +48,8 @@ def mesh_problems(settings: TrainSettings, world: int) -> list[Problem]:
 
 
 def text_problems(settings: Any) -> Problems:
-    """The texts that no path, file or tokenizer can hold: NUL characters and halves of surrogate pairs."""
+    """Yield a problem for each text that no path, file or tokenizer can hold: with a NUL character or half of a
+    surrogate pair."""
     for path, text in _texts(settings, ""):
         if "\0" in text:
             yield Problem(path, text, "holds a NUL character, which no path and no text has; leave it out")
@@ -60,7 +61,7 @@ def text_problems(settings: Any) -> Problems:
 
 
 def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """(path of the setting, text) of every text, in lists and tables too."""
+    """Yield every text in a value, also in lists and tables, as (path of its setting, text)."""
     if isinstance(value, str):
         yield path, value
     elif attrs.has(type(value)):
@@ -101,7 +102,7 @@ def _model(s: TrainSettings) -> Problems:
 
 
 def _teacher(s: TrainSettings) -> Problems:
-    """The conflicts of a teacher with other settings."""
+    """Yield the conflicts of a teacher with other settings."""
     names = ["model.teacher_path", "model.teacher_dtype", "model.teacher_offload"]
     if s.data.teacher_prompt is None:
         yield from unread(s, ["data.teacher_prompt_tokens"], "data.teacher_prompt")
@@ -150,7 +151,7 @@ def _algorithm(s: TrainSettings) -> Problems:
 
 
 def _kl(s: TrainSettings) -> Problems:
-    """The conflicts of algorithm.kl, actor.kl_coef and actor.kl_kind."""
+    """Yield the conflicts of algorithm.kl, actor.kl_coef and actor.kl_kind."""
     kl, part = s.algorithm.kl, s.algorithm.advantage
     if kl.controller == "adaptive" and kl.coef == 0:
         text = "the adaptive controller multiplies coef, which is 0; give a first algorithm.kl.coef"
@@ -251,7 +252,7 @@ def _critic(s: TrainSettings) -> Problems:
 
 
 def _updates(s: TrainSettings, name: str) -> Problems:
-    """Batch sizes, weights and warm-up of the actor or the critic."""
+    """Yield the problems of batch sizes, weight mode, warm-up and schedule of the actor or the critic (`name`)."""
     section, size = value_at(s, name), s.rollout.batch_size
     mini = section.mini_batch(size, s.rollout.n)
     if mini >= 1 and size % mini:

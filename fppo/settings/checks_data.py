@@ -111,8 +111,8 @@ def eval_problems(s: TrainSettings) -> Problems:
 
 
 def _lacks_of_exact_values(s: TrainSettings) -> list[str]:
-    """List the unmet requirements of exact values. With all met, the value of a prompt is the probability of its one
-    right answer, or that of a game."""
+    """List the requirements of `eval.exact_values` that the settings do not meet. If all are met, the exact value of a
+    prompt is the probability of its one right answer, or the expected return of a game."""
     used, respond = ("functions", "weights", "overlong_buffer", "model", "judge"), s.rollout.turns.respond
     score = "exact_match" if respond is None else f"{respond}.score"
     bare = RewardSettings(functions=(score,))
@@ -176,7 +176,7 @@ def _functions(s: TrainSettings) -> Problems:
 
 
 def _all_zero(s: TrainSettings) -> Problems:
-    """Weights under which every response scores the same."""
+    """Yield a problem if all weights of rewards are 0, so that every response would score the same."""
     named = {"reward.weights": s.reward.weights or ((1.0,) if s.reward.functions else ())}
     named |= {"reward.model.weight": (s.reward.model.weight,)} if s.reward.model.path is not None else {}
     named |= {"reward.judge.weight": (s.reward.judge.weight,)} if s.reward.judge.path is not None else {}

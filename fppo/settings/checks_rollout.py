@@ -216,7 +216,7 @@ def exact_hindrances(s: TrainSettings) -> Iterator[str]:
 
 
 def vllm_problems(s: TrainSettings, path: str) -> Problems:
-    """Conflicts inside of the section of a vLLM that stands at `path`."""
+    """Yield the conflicts between the settings of a vLLM, whose section is at `path`."""
     section: VllmSettings = value_at(s, path)
     if section.memory_share is not None and section.cache_gb is not None:
         yield wrong(s, f"{path}.cache_gb", "memory_share takes its place; leave one out")
@@ -236,14 +236,15 @@ def vllm_problems(s: TrainSettings, path: str) -> Problems:
 
 
 def too_short(s: TrainSettings, path: str, needed: int, names: str) -> Problems:
-    """A conflict if the vLLM at `path` would refuse the longest prompt and response that the settings `names` allow."""
+    """Yield a problem if the vLLM whose section is at `path` takes rows shorter than `needed` tokens, the longest
+    prompt and response that the settings `names` allow."""
     length = value_at(s, path).max_model_len
     if length is not None and length < needed:
         yield wrong(s, f"{path}.max_model_len", f"a prompt and its response may have {needed} tokens ({names})")
 
 
 def vllm_on_ranks(s: TrainSettings, path: str, world: int) -> Problems:
-    """Yield the problem of running the vLLM at `path` beside each of `world` ranks."""
+    """Yield a problem if the vLLM whose section is at `path` cannot run beside each of `world` ranks."""
     if world > 1 and value_at(s, path).host == "local":
         text = 'in a process of several ranks vLLM does not start; give "process", for one of its own, or "ray"'
         yield wrong(s, f"{path}.host", text)

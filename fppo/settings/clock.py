@@ -8,8 +8,8 @@ from fppo.settings.train import TrainSettings
 
 
 def said_of_clock(settings: TrainSettings) -> list[str]:
-    """A line on log-probs whose last bits vary, since the clock decides which rows are decoded together, and on the
-    settings that read them; none for other runs."""
+    """A line on sampled log-probs whose last bits vary from run to run, since timing decides which rows are decoded
+    together, and on the settings that read them; empty for runs without such log-probs."""
     if not settings.in_turns or settings.rollout.exact:
         return []
     algorithm, source = settings.algorithm, old_log_probs_source(settings)

@@ -34,7 +34,7 @@ def _is_of_form(text: str) -> bool:
 
 
 def _split(text: str, separator: re.Pattern[str]) -> list[str] | None:
-    """The parts of a text between separators that stand outside of lists, tables and quotes; None if one has no end."""
+    """Split a text at separators outside of lists, tables and quotes; None if a list, table or quote is not closed."""
     parts, start, place, depth, quote = [], 0, 0, 0, ""
     while place < len(text):
         char = text[place]
@@ -76,8 +76,8 @@ class Variant:
 
     @property
     def directory(self) -> str:
-        """The name of its directory, in characters that need no quotes; with a digest if the variant's name is long or
-        unusual."""
+        """The variant's name as a directory name without special characters; with a digest if the variant's name is
+        long or unusual."""
         plain = re.sub(r"[^\w.+-]+", "_", self.name.replace(", ", "_").replace("=", "-"), flags=re.ASCII).replace(
             "-_", "-"
         )
@@ -87,7 +87,7 @@ class Variant:
 
 
 def variants(vary: Sequence[str]) -> list[Variant]:
-    """All combinations of the values; those of the last setting vary fastest."""
+    """Combine the values of all settings in `vary` ("setting=value,value"); the last setting varies fastest."""
     axes = [list(_values(text)) for text in vary]
     return [
         Variant(", ".join(name for name, _ in chosen), {k: v for _, changes in chosen for k, v in changes.items()})
@@ -96,7 +96,8 @@ def variants(vary: Sequence[str]) -> list[Variant]:
 
 
 def _values(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The name and the changes of each value of a setting, changes of further settings included."""
+    """Parse "setting=value,value": for each value, yield a name and the settings that it changes, by path. A value may
+    change further settings besides."""
     kinds = files.paths()
     path, _, values = text.partition("=")
     for value in _split(values, _COMMA) or []:
@@ -111,7 +112,8 @@ def _read(word: str, kind: Any) -> Any:
 
 
 def changed(settings: TrainSettings, variant: Variant, seed: int, directory: str) -> TrainSettings:
-    """The settings of one run of a variant. Raises SettingsError for invalid paths and values."""
+    """The settings of one run of a variant, which writes to `directory`. `seed` is added to the settings' own seed.
+    Raises SettingsError for invalid paths and values."""
     own = ("seed", "output_dir")
     wrong = [f"{path}: fppo compare sets it; give --seeds and --out" for path in variant.changes if path in own]
     try:

@@ -68,18 +68,18 @@ class Signature:
 
 
 def named(default: str, table: Functions, kind: str) -> Any:
-    """The field of a part's name, which is of the table or module:function; `kind` is what messages call the part."""
+    """Make the field for a part's function: a name in the table, or module:function. Messages call the part `kind`."""
     checks: tuple[Check, ...] = (nonempty(f"give the name of {kind}, as {default}"),)
     return attrs.field(default=default, metadata={"checks": checks, "table": table, "kind": kind})
 
 
 def given() -> Any:
-    """The field of a part's keywords: those that the settings give."""
+    """Make the field for a part's keywords, those that settings give to its function."""
     return attrs.field(factory=dict, metadata={"keywords": True})
 
 
 def parts(section: Any, prefix: str = "") -> Iterator[tuple[str, Component, Functions]]:
-    """The path, the section and the table of every part in the settings."""
+    """Yield every part in the settings: its path, its section, and the table of functions for its kind."""
     for field in attrs.fields(type(section)):
         value, path = getattr(section, field.name), f"{prefix}{name_of(field)}"
         if attrs.has(type(value)):
@@ -89,7 +89,8 @@ def parts(section: Any, prefix: str = "") -> Iterator[tuple[str, Component, Func
 
 
 def part_problems(settings: Any) -> Problems:
-    """Unknown names of parts, and keywords that are unknown, missing or of a wrong type."""
+    """Yield the problems of all parts: unknown function names, and keywords that are unknown, missing or of a wrong
+    type."""
     for path, part, table in parts(settings):
         if part.name and ":" not in part.name and part.name not in table:
             kind = attrs.fields_dict(type(part))["name"].metadata["kind"].split(" ", 1)[1]
@@ -128,8 +129,8 @@ def _is_optional(kind: Any) -> bool:
 def keyword_problems(
     path: str, function: str, keywords: Mapping[str, Any], table: Functions, own: Sequence[str] = ()
 ) -> Problems:
-    """Keywords that are unknown, missing or of a wrong type, as far as the function's source says; `own` are other
-    settings of the same section."""
+    """Yield a problem for each keyword that is unknown, missing or of a wrong type, as far as the function's source
+    says. `own` are the section's settings that are not keywords, for hints."""
     signature = signature_of(function, table)
     if signature is None:
         return
@@ -148,7 +149,8 @@ def keyword_problems(
 
 
 def value_of(part: Component, table: Functions, name: str, otherwise: Any = None) -> Any:
-    """The value of a keyword: the one given, or the function's default; `otherwise` if it has no such keyword."""
+    """The value of a part's keyword `name`: the given one, else the function's default; `otherwise` if the function has
+    no such keyword."""
     signature = signature_of(part.name, table)
     if signature is None:
         return part.keywords.get(name, otherwise)
@@ -164,9 +166,9 @@ def requires(part: Component, table: Functions, name: str) -> bool:
 
 
 def signature_of(name: str, table: Functions) -> Signature | None:
-    """The parameters of the functions of that name, together.
+    """Join the parameters of all functions that the table has under a name (or of one module:function).
 
-    None if the source does not say: if one is no plain function of a module, or takes any keyword.
+    None if the source does not tell: if one of them is no plain function of a module, or takes arbitrary keywords.
     """
     found: list[Signature] = []
     for function in table.get(name, (name,)):
@@ -235,7 +237,8 @@ def _signature_in(path: Path, changed: int, name: str) -> Signature | None:
 
 
 def _made_by(node: ast.FunctionDef | ast.ClassDef) -> ast.FunctionDef | None:
-    """The function itself, or the `__init__` of a class if its own body has one."""
+    """The definition that holds the parameters of a function or class: the function itself, or the class's `__init__`;
+    None for a class without one of its own."""
     if isinstance(node, ast.FunctionDef):
         return node
     return next((x for x in node.body if isinstance(x, ast.FunctionDef) and x.name == "__init__"), None)
@@ -254,7 +257,7 @@ def _keyword(annotation: ast.expr | None, default: ast.expr | None) -> Keyword:
 
 
 def _kind(annotation: ast.expr) -> Any:
-    """The type that an annotation names, as far as settings know it."""
+    """The type that an annotation names, if settings can have it; Callable for functions and tensors; else Any."""
     match annotation:
         case ast.Constant(value=None):
             return types.NoneType
@@ -282,8 +285,8 @@ def _kind(annotation: ast.expr) -> Any:
 def functions_of(
     part: Component, table: Functions, setting: str, *, also: type | tuple[type, ...] = ()
 ) -> list[Callable[..., Any]]:
-    """The functions of a part, or instances of `also`, imported. Raises ValueError, naming the setting, for what does
-    not import."""
+    """Import the functions that a part names; a name of the user's may also be an instance of `also`. Raises
+    ValueError, naming the setting, for an unknown name and for one that does not import."""
     if ":" in part.name:
         return [imported(part.name, f"{setting}.name", also=also)]
     if part.name not in table:
@@ -296,9 +299,9 @@ def functions_of(
 def bound(
     part: Component, table: Functions, setting: str, *, also: type | tuple[type, ...] = ()
 ) -> list[Callable[..., Any]]:
-    """The functions of a part, or instances of `also`, each with those keywords bound that it takes.
+    """Import the functions that a part names (`functions_of`), and bind to each the given keywords that it takes.
 
-    Raises ValueError, naming the setting, for what does not import and for a keyword that none of them takes.
+    Raises ValueError, naming the setting, for what does not import and for a keyword that no function takes.
     """
     functions = functions_of(part, table, setting, also=also)
     takes = [_taken(fn) for fn in functions]
@@ -320,7 +323,7 @@ def takes(fn: Callable[..., Any], name: str) -> bool:
 
 
 def _taken(fn: Callable[..., Any]) -> Sequence[str] | None:
-    """The names of a function's parameters; None if it takes any."""
+    """Names of the keywords that a function takes; None if it takes arbitrary ones, or its signature is unknown."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature

@@ -42,7 +42,7 @@ PATHS = tuple(path for path in place_settings(TrainSettings) if path not in ("ou
 
 
 class SettingsError(ValueError):
-    """All that is wrong with the settings, one line for each thing."""
+    """An error that names every problem with the settings, one line each."""
 
     def __init__(self, problems: Iterable[Problem | str], *, where: str = "the settings") -> None:
         self.problems = tuple(dict.fromkeys(map(str, problems)))
@@ -57,9 +57,10 @@ def load(
     look: Callable[[TrainSettings, Sequence[Problem]], Iterable[Problem]] = lambda settings, problems: (),
     run: str | os.PathLike[str] | None = None,
 ) -> TrainSettings:
-    """The settings of a TOML file (none: the defaults) with command-line `overrides`, checked.
+    """Load the settings of a TOML file (none: the defaults) with command-line `overrides`, and check them.
 
-    See `examined`. Raises SettingsError with every problem of the file, of the overrides and of the result.
+    `look` and `run` are those of `examined`. Raises SettingsError with every problem of the file, the overrides and the
+    resulting settings.
     """
     settings, problems = examined(path, overrides, look=look, run=run)
     if problems:
@@ -171,7 +172,8 @@ def override(settings: TrainSettings, arguments: Sequence[str]) -> tuple[TrainSe
 
 
 def unescaped(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    r"""Values of `ESCAPED` that the command line changed, by path: \n is a new line and \t a tab; \\n stays \n.
+    r"""Values of the settings `ESCAPED` that the command line changed from `before`, by path, with escapes replaced: \n
+    by a new line, \t by a tab, and \\n by \n.
 
     Raises WrongSetting for a command of LaTeX that begins with \n or \t, since it may be meant.
     """
@@ -195,9 +197,9 @@ def _unescaped(path: str, text: str) -> str:
 
 
 def _changed(settings: TrainSettings, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as nested tables with some changed, by their paths; a part with a new name loses its old keywords.
+    """The settings as nested tables with `changes` by path; a part with a new function loses its old keywords.
 
-    Raises WrongSetting for a path through a value.
+    Raises WrongSetting for a path that treats a setting as a section.
     """
     values = to_dict(settings)
     for path, part, _ in parts(settings):
@@ -220,7 +222,7 @@ def _table_at(values: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def replace(settings: TrainSettings, changes: Mapping[str, Any]) -> TrainSettings:
-    """The settings with some changed, by their paths: {"actor.optimizer.lr": 1e-6}; unchecked."""
+    """The settings with `changes` by path, such as {"actor.optimizer.lr": 1e-6}; conflicts are not checked."""
     of_parts = {path for path, _, _ in parts(settings)}
     named = {f"{path}.name" if path in of_parts else path: value for path, value in changes.items()}
     try:
@@ -278,9 +280,9 @@ def differing(settings: TrainSettings, defaults: TrainSettings) -> dict[str, Any
 
 
 def changes(old: Mapping[str, Any], new: TrainSettings) -> dict[str, tuple[Any, Any]]:
-    """(old, new) by path of the settings that differ between a run's tables in TOML and its settings now.
+    """The settings that differ between a run's tables in TOML and its settings now, as (old, new) by path.
 
-    The run's location does not count, nor does `resume`, which belongs to a single start.
+    Differences in the run's location do not count, nor does `resume`, which belongs to a single start.
     """
     before, now = flat(old), flat(to_dict(new))
     for values in (before, now):
@@ -290,7 +292,8 @@ def changes(old: Mapping[str, Any], new: TrainSettings) -> dict[str, tuple[Any, 
 
 
 def _moves(values: Mapping[str, Any], directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """New values, by their paths, of a run's settings that name places, if the run is in `directory` now."""
+    """New values, by path, of the settings that name files and directories, for a run that has been moved to
+    `directory`."""
     new, old = os.fspath(directory), os.path.abspath(values.get("output_dir", directory))
 
     def moved(path: str) -> str:
@@ -338,7 +341,8 @@ def _absent(module_dirs: Sequence[str], remembered: Sequence[str]) -> list[Probl
 
 
 def _toml_lines(table: Mapping[str, Any], prefix: str, plain: Mapping[str, Any]) -> list[str]:
-    """The lines of a table below `prefix`; a table among the `plain` settings, with names of the user's, is a value."""
+    """Lines of TOML for a nested table whose path is `prefix`. Tables at the paths in `plain` are written as values,
+    not as sections."""
 
     def is_section(name: str, value: Any) -> bool:
         return isinstance(value, Mapping) and f"{prefix}{name}" not in plain

@@ -39,7 +39,7 @@ _OF_CRITICS = re.compile(r"critic/(vf_|vpred|values|grad_norm|skipped|loss_scale
 
 
 def missing(settings: TrainSettings, name: str) -> str | None:
-    """Why no run with these settings can log a metric of this name; None if it may.
+    """The reason why no run with these settings can log a metric of this name; None if one may.
 
     Functions of the user's own may add metrics of any name, and losses and rewards name some themselves: such a name is
     only refused if it is nearly one of `NAMES`.

@@ -16,9 +16,10 @@ _OTHERS = ("dxg", "kfd", "nvgpu", "nvhost-gpu", "nvmap")  # devices that do not 
 
 
 def machine_problems(settings: TrainSettings, ranks: int, *, visible: str | None) -> Problems:
-    """GPUs that `ranks` processes on this machine would look for in vain, and packages that are not installed.
+    """Yield a problem if `ranks` processes or the pools need more GPUs than this machine has, and for each package that
+    is not installed.
 
-    `visible` is what CUDA_VISIBLE_DEVICES is set to.
+    `visible` is the value of CUDA_VISIBLE_DEVICES; None if it is not set.
     """
     most, pools = _most_gpus(visible), pools_here(settings.placement)
     match = re.fullmatch(r"cuda(:(\d+))?", settings.device)
@@ -41,7 +42,7 @@ def machine_problems(settings: TrainSettings, ranks: int, *, visible: str | None
 
 
 def _missing_packages(s: TrainSettings) -> Problems:
-    """Packages that the settings ask for and that are not installed."""
+    """Yield a problem for each package that the settings need and that is not installed."""
     for name in TRACKERS:
         if name in s.log.loggers and not _installed(name):
             yield wrong(s, "log.loggers", f"{name} is not installed; pip install 'fppo[{name}]'")
@@ -62,7 +63,8 @@ def _installed(package: str) -> bool:
 
 
 def _most_gpus(visible: str | None) -> int | None:
-    """The most GPUs that torch can see here; None if only torch can tell."""
+    """The largest number of GPUs that torch can see here, if CUDA_VISIBLE_DEVICES is `visible`; None if only torch can
+    tell."""
     if sys.platform != "linux" or any((_DEVICES / name).exists() for name in _OTHERS):
         return None
     count = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in _DEVICES.glob("nvidia*"))

@@ -32,13 +32,13 @@ _INDIRECT = {"globals", "locals", "vars", "setattr", "exec", "eval", "__dict__",
 
 
 def kernels_named(settings: TrainSettings) -> dict[str, str]:
-    """The kernel that each setting of `KERNELS` names, by setting."""
+    """The name of the kernel that each setting in `KERNELS` gives, by setting."""
     paths = [path.split(".") for path in KERNELS]
     return {f"{section}.{op}": getattr(getattr(settings, section), op) for section, op in paths}
 
 
 def own_functions(settings: TrainSettings) -> list[tuple[str, str]]:
-    """(setting, name) of each setting that names a function of the user's, as module:function."""
+    """Pairs (setting, name) for all settings that name a function of the user's, as module:function."""
     data, turns, environment = settings.data, settings.rollout.turns, settings.rollout.environment
     named = [
         *((f"{path}.name", part.name) for path, part, _ in parts(settings)),
@@ -54,8 +54,8 @@ def own_functions(settings: TrainSettings) -> list[tuple[str, str]]:
 
 
 def module_problems(settings: TrainSettings) -> list[Problem]:
-    """Problems with functions whose modules are missing, are no Python, or do not have them, and with unknown names of
-    kernels and rewards."""
+    """List the problems of functions that settings name: modules that are missing, are no Python or lack the function,
+    and unknown names of kernels and rewards."""
     lines = []
     for setting, name in kernels_named(settings).items():
         if name and ":" not in name and name not in (known := KERNELS[setting]):
@@ -74,20 +74,21 @@ def module_problems(settings: TrainSettings) -> list[Problem]:
 
 
 def lacking_of_server() -> str | None:
-    """The packages of a server that are missing, and what to do; None if they are there."""
+    """A message on the packages that serving needs and that are missing, with the command that installs them; None if
+    all are installed."""
     lacking = [each for each in ("fastapi", "uvicorn") if importlib.util.find_spec(each) is None]
     return f"{' and '.join(lacking)} cannot be imported: pip install 'fppo[serve]'" if lacking else None
 
 
 def lacking_of_tinker() -> str | None:
-    """The package of the tinker protocol if it is missing, and what to do; None if it is there."""
+    """A message with the command that installs the package of the tinker protocol; None if it is installed."""
     if importlib.util.find_spec("tinker") is not None:
         return None
     return "--tinker: the package tinker, whose protocol it is, cannot be imported: pip install 'fppo[tinker]'"
 
 
 def _wrong(module: str, path: str) -> str | None:
-    """The problem of "module:path", as far as the module's file tells; None if there is none."""
+    """The problem of the function "module:path", as far as the module's source tells; None if it tells of none."""
     try:
         spec = spec_of(module)
     except (ImportError, ValueError):  # of a finder of the user's, or a module without a spec: importing it will tell

@@ -58,7 +58,7 @@ class AxesSettings:
         return self.pipeline * self.replicate * self.expert * self.sequence * self.context * self.tensor
 
     def sizes(self, shard: int) -> dict[str, int]:
-        """Every axis and its size: ranks of the last axis are neighbours."""
+        """Every axis and its size, with the given size of `shard`. Ranks of the last axis are neighbours."""
         inside = {"expert": self.expert, "sequence": self.sequence, "context": self.context, "tensor": self.tensor}
         return {"pipeline": self.pipeline, "replicate": self.replicate, "shard": shard, **inside}
 
@@ -79,7 +79,7 @@ class MeshSettings(AxesSettings):
 
     @property
     def least_ranks(self) -> int:
-        """The fewest processes for this mesh, with 1 for a `shard` that is not set."""
+        """The smallest number of processes for this mesh, where a `shard` that is not set counts as 1."""
         return self.others * (self.shard or 1)
 
 
@@ -142,17 +142,17 @@ class Pool(AxesSettings):
 
     @property
     def axes(self) -> dict[str, int]:
-        """Every axis and its size, from the slowest."""
+        """Every axis and its size. Ranks of the last axis are neighbours."""
         return self.sizes(self.shard or max(1, self.ranks // self.others))
 
     @property
     def mesh(self) -> dict[str, Any]:
-        """All that it says of its mesh, by the names of `MeshSettings`."""
+        """The pool's settings of its mesh (sizes of axes, virtual stages, ring), by the names of `MeshSettings`."""
         return {**self.axes, "virtual_stages": self.virtual_stages, "ring": self.ring}
 
     @property
     def problem(self) -> str | None:
-        """The problem of the pool's axes, or None."""
+        """A text if the sizes of the pool's axes do not multiply to its ranks; None if they do."""
         if math.prod(self.axes.values()) == self.ranks:
             return None
         axes = ", ".join(f"{name} {getattr(self, name) or 'unset'}" for name in AXES)
@@ -160,12 +160,12 @@ class Pool(AxesSettings):
 
 
 def pools_of(placement: PlacementSettings) -> dict[str, Pool]:
-    """The pools by name. They must be valid."""
+    """The pools by name; their tables in the settings must be valid."""
     return {name: read_section(Pool, table)[0] for name, table in placement.pools.items()}
 
 
 def places_of(placement: PlacementSettings) -> dict[str, str]:
-    """The pool of each role outside the controller's process."""
+    """The pool of each role that is in one, not in the controller's process."""
     roles = placement.roles
     places = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference or roles.actor}
     if (engines := engines_in(placement)) is not None:
@@ -175,25 +175,26 @@ def places_of(placement: PlacementSettings) -> dict[str, str]:
 
 
 def engines_in(placement: PlacementSettings) -> str | None:
-    """The pool whose ranks are engines; None where the actor samples itself."""
+    """The name of the pool whose ranks are engines; None if the actor's own ranks sample."""
     roles = placement.roles
     return None if roles.rollout in (None, roles.actor) else roles.rollout
 
 
 def ranks_without_gpus(placement: PlacementSettings) -> bool:
-    """Whether models are in pools without GPUs."""
+    """Whether any pool that is not one of engines has no GPUs."""
     return any(not pool.gpus for name, pool in pools_of(placement).items() if name != engines_in(placement))
 
 
 def pools_here(placement: PlacementSettings) -> list[Pool]:
-    """The pools whose ranks are on this machine, without invalid ones."""
+    """The valid pools, if all ranks are on this machine; empty for a cluster at an address."""
     tables = [x for x in placement.pools.values() if isinstance(x, Mapping) and not any(pool_problems(x))]
     return [read_section(Pool, table)[0] for table in tables if placement.cluster in MACHINE]
 
 
 def threads_of(placement: PlacementSettings, cores: int) -> dict[str, int]:
-    """The threads of each rank, by pool. On one machine, pools without a number share the `cores` that the others
-    leave; on a cluster at an address, each of their ranks has as many threads as there are `cores` here."""
+    """The number of threads of a rank in each pool. On one machine, pools without a number of their own share those of
+    the `cores` that are left by the other pools. On a cluster at an address, each rank of such a pool has `cores`
+    threads, the number of cores here."""
     pools = pools_of(placement)
     if placement.cluster not in MACHINE:
         return {name: pool.threads or cores for name, pool in pools.items()}

@@ -50,8 +50,8 @@ _ROWS = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def place_problems(settings: TrainSettings) -> list[Problem]:
-    """Problems with files and directories that settings name and that are missing or incomplete. Names of the hub pass,
-    and names that their own checks refuse."""
+    """List the files and directories that settings name and that are missing or incomplete. Names on the hub are not
+    checked, nor are settings with an invalid value, which are reported elsewhere."""
     if wrong := list(_names(settings)):
         return wrong
     refused = {problem.path for problem in wrong_values(settings)}
@@ -81,8 +81,8 @@ def _problems(settings: TrainSettings) -> list[Problem]:
 
 
 def _names(settings: TrainSettings) -> Problems:
-    """Yield the settings with an empty name, which would stand for the working directory, or with one that is too
-    long."""
+    """Yield a problem for each setting with an empty path, which would mean the working directory, and for each path
+    with a part too long for file systems."""
     values = files.flat(files.to_dict(settings))
     for setting in (*files.PATHS, "resume", "output_dir"):
         names = values[setting] if isinstance(values[setting], list) else [values[setting]]
@@ -98,7 +98,7 @@ def _names(settings: TrainSettings) -> Problems:
 
 
 def output_problems(settings: TrainSettings) -> Problems:
-    """Yield the reason why a run cannot write to its output_dir, which is not made yet."""
+    """Yield the reason why a run could not write to its output_dir, if there is one. The directory is not made."""
     path, name = Path(settings.output_dir), settings.output_dir
     if not name:  # reported as not set
         return
@@ -113,8 +113,8 @@ def output_problems(settings: TrainSettings) -> Problems:
 
 
 def _in_the_way(directory: Path) -> Iterator[str]:
-    """Yield the problems of what stands in a directory under names that a run writes: of another kind, or not
-    writable."""
+    """Yield a text for each name that a run writes in a directory and that exists there as another kind (file or
+    directory), or is not writable."""
     for names, is_right, kind in ((_DIRECTORIES, Path.is_dir, "directory"), (_FILES, Path.is_file, "file")):
         for place in (directory / name for name in names if os.path.lexists(directory / name)):
             if not is_right(place):
@@ -124,8 +124,7 @@ def _in_the_way(directory: Path) -> Iterator[str]:
 
 
 def free_bytes(directory: Path) -> float:
-    """Free bytes of the disk that a directory, which need not exist, is or would be on; inf where the disk tells no
-    size."""
+    """Free bytes on the disk of a directory, which need not exist yet; inf if the file system reports no size."""
     place = next(place for place in (directory.absolute(), *directory.absolute().parents) if place.exists())
     disk = shutil.disk_usage(place)
     return float(disk.free) if disk.total else math.inf
@@ -154,7 +153,7 @@ def _inputs(settings: TrainSettings) -> list[Path]:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first of many names, and how many more there are."""
+    """A text with the first few of many names, and the number of others."""
     return printable(", ".join(names[:3]), 200) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -174,7 +173,7 @@ def target_problem(settings: TrainSettings, target: Path) -> str | None:
 
 
 def is_local(path: str) -> bool:
-    """Whether it can only be a place on this machine, not a name of the hub: `owner/name` may be both."""
+    """Whether a path can only be a place on this machine, and no name on the hub (`owner/name` may be both)."""
     return Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
@@ -214,7 +213,8 @@ def _start(settings: TrainSettings) -> Problems:
 
 
 def _gguf(path: str) -> GgufHeader | str | None:
-    """The header of the GGUF file that a path names, or why it cannot be read; None if it names none."""
+    """The header of the GGUF file that a path names, or a text on why it cannot be read; None if the path names no such
+    file."""
     try:
         file = gguf_of(path)
         return None if file is None else read_header(file)
@@ -275,7 +275,8 @@ def _tokenizers(settings: TrainSettings) -> Problems:
 
 
 def _tokenizer(name: str, path: str, *, template: bool = False) -> Problems:
-    """Yield the problems of the tokenizer of a directory; with `template` it must have a chat template."""
+    """Yield the problems of the tokenizer in the directory `path`, which the setting `name` gives. With `template` the
+    tokenizer must have a chat template."""
     directory, of_model = Path(path), name.endswith(".path")
     if path and (packed := _gguf(path)) is not None:
         if isinstance(packed, str):
@@ -313,7 +314,7 @@ def _has_template(directory: Path) -> bool:
 
 
 def _not_json(file: Path) -> str | None:
-    """Why a file does not hold an object of JSON; None if it does."""
+    """The reason why a file does not hold a JSON object; None if it does."""
     try:
         value = json_of(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -348,7 +349,8 @@ def _text(name: str, path: str, *, schemas: bool) -> Problems:
 
 
 def _missing(place: Path) -> str:
-    """The text on a missing place: it is a file, or lacks a parent."""
+    """A text on a place that cannot be used: it is a file instead of a model's directory, or does not exist, or its
+    parent does not."""
     if place.exists():
         return "is a file, not the directory of a model"
     there = next(parent for parent in (place, *place.absolute().parents) if parent.exists())
@@ -387,7 +389,7 @@ def _are_rows(paths: Sequence[str]) -> bool:
 
 
 def token_problems(settings: TrainSettings) -> list[Problem]:
-    """A problem if a local tokenizer does not have all ids of the stop tokens."""
+    """List a problem if `rollout.stop_token_ids` has ids that the local tokenizer does not have."""
     given = settings.rollout.stop_token_ids
     file = Path(settings.model.tokenizer or settings.model.path) / "tokenizer.json"
     if not given or not file.exists():

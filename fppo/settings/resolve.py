@@ -50,7 +50,7 @@ CPU = Machine()
 
 
 def compute_dtype(machine: Machine) -> tuple[str, list[str]]:
-    """The dtype of forward and backward passes, and lines on the choice."""
+    """Choose the dtype of forward and backward passes; returns it, and lines on the choice."""
     if machine.device == "cpu" or machine.capability >= _BFLOAT16:
         return "float32" if machine.device == "cpu" else "bfloat16", []
     had = ".".join(map(str, machine.capability))
@@ -59,7 +59,7 @@ def compute_dtype(machine: Machine) -> tuple[str, list[str]]:
 
 
 def takes_cpp(model: ModelSettings, machine: Machine, dtypes: set[str]) -> tuple[bool, list[str]]:
-    """Whether kernels are in C++ on a CPU, and lines on the choice."""
+    """Whether the run uses kernels in C++ on a CPU, for models that run in these dtypes; and lines on the choice."""
     if model.cpp != AUTO:
         return model.cpp, []
     wanted = machine.device == "cpu" and machine.compiles and "float16" not in dtypes
@@ -69,8 +69,8 @@ def takes_cpp(model: ModelSettings, machine: Machine, dtypes: set[str]) -> tuple
 
 
 def kernel(op: str, machine: Machine, dtypes: set[str], *, cpp: bool = False) -> tuple[str, list[str]]:
-    """The kernel for "attention", "decode_attention" or "log_probs" of models that run in these dtypes, and lines on
-    the choice. On a CPU it is in C++ only if `cpp` asks for it."""
+    """Choose the kernel for "attention", "decode_attention" or "log_probs" (`op`) of models that run in these dtypes;
+    returns its name, and lines on the choice. On a CPU it is in C++ only if `cpp` is True."""
     plain, fast = _PLAIN[op], "cpp" if machine.device == "cpu" else _FAST[op]
     if machine.device == "cpu" and not cpp:
         return plain, []
@@ -83,7 +83,8 @@ def kernel(op: str, machine: Machine, dtypes: set[str], *, cpp: bool = False) ->
 
 
 def layer_kernel(op: str, machine: Machine, dtypes: set[str], *, compiled: bool, cpp: bool = False) -> str:
-    """The kernel for an operation inside the layers, which may be `compiled` whole."""
+    """Choose the kernel for an operation inside the layers, for models that run in these dtypes. `compiled`: the layers
+    are compiled whole. On a CPU it is in C++ only if `cpp` is True."""
     on_cpu = machine.device == "cpu"
     fast, unfit = ("cpp", "float16") if on_cpu else ("triton", "float32")
     plain = compiled or unfit in dtypes or (on_cpu and not cpp) or fast not in BUILTIN[op]
@@ -91,10 +92,10 @@ def layer_kernel(op: str, machine: Machine, dtypes: set[str], *, compiled: bool,
 
 
 def linear_kernel(settings: TrainSettings, machine: Machine, dtypes: set[str]) -> str:
-    """The kernel for linear layers: oneDNN's where it must be or is faster, else torch's.
+    """Choose the kernel for linear layers: oneDNN's if `rollout.exact` requires it or it is faster, else torch's.
 
-    Compiled layers keep torch's product, as the compiler cannot see into the other one; so do adapters, which add to
-    its result in place.
+    Compiled layers keep torch's kernel, since the compiler cannot see into oneDNN's; so do adapters, which add to the
+    result in place.
     """
     model = settings.model
     faster = machine.onednn and dtypes == {"float32"} and not model.compile_layers and not model.lora.used
@@ -140,14 +141,14 @@ def _vllm(section: VllmSettings, machine: Machine) -> VllmSettings:
 
 
 def records(s: TrainSettings) -> bool:
-    """Whether `model.graphs = "auto"` records passes on a GPU: if nothing hinders it, and memory between updates is not
-    kept for others."""
+    """Whether `model.graphs = "auto"` records passes on a GPU: if no setting prevents it, and the memory of graphs need
+    not be free for others between updates."""
     shared = "vllm" in (s.rollout.engine, s.reward.judge.engine) or s.model.offload != "none"
     return s.model.attention in BY_DEVICE and not shared and not hindrances(s)
 
 
 def hindrances(s: TrainSettings) -> list[tuple[str, Any, str]]:
-    """Settings with which no pass can be recorded, and why."""
+    """Settings that prevent the recording of passes as CUDA graphs, as (path, value, reason)."""
     model, again = s.model, s.model.checkpoint_layers
     known = (
         ("device", s.device, s.device == "cpu", "has no graphs"),
@@ -177,7 +178,8 @@ def old_log_probs_source(settings: TrainSettings) -> OldLogProbs:
 
 
 def said_of_old_log_probs(settings: TrainSettings) -> list[str]:
-    """A line on what algorithm.old_log_probs = "auto" comes to, with the reason; none for another value."""
+    """A line on the source of old log-probs that algorithm.old_log_probs = "auto" leads to, with the reason; empty for
+    any other value."""
     if settings.algorithm.old_log_probs != AUTO:
         return []
     match old_log_probs_source(settings):
@@ -211,7 +213,8 @@ def engine_is_apart(settings: TrainSettings) -> list[str]:
 
 
 def reasons_for_pass(settings: TrainSettings) -> list[str]:
-    """Why the engine's log-probs cannot stand for the policy's own; empty if they may be the same but for rounding."""
+    """Reasons why the engine's log-probs cannot replace the policy's own; empty if the two may differ by rounding
+    alone."""
     algorithm, reasons = settings.algorithm, engine_is_apart(settings)
     if algorithm.correction.name != "none":
         reasons.append("algorithm.correction compares the two")
@@ -223,9 +226,9 @@ def reasons_for_pass(settings: TrainSettings) -> list[str]:
 
 
 def passes_before_update(s: TrainSettings) -> list[str]:
-    """Reasons why old log-probs are needed before the update, and not from its own pass; empty if they are not.
+    """Reasons why old log-probs must be known before the update; empty if the update's own pass can give them.
 
-    Its own pass suffices if the ratio of new to old stays 1, and nothing else needs the old ones.
+    The update's own pass suffices if the ratio of new to old log-probs stays 1, and nothing else needs the old ones.
     """
     correction, reasons = s.algorithm.correction, []
     size, n = s.rollout.batch_size, s.rollout.n
@@ -242,7 +245,7 @@ def passes_before_update(s: TrainSettings) -> list[str]:
 
 
 def sharing_hindrances(s: TrainSettings) -> list[tuple[str, Any, str]]:
-    """Settings with which no row shares its prompt, with their values, and why."""
+    """Settings that prevent rows from sharing the computation of their prompt, as (path, value, reason)."""
     model, replay, context = s.model, s.algorithm.router_replay, s.mesh.context
     known = (
         ("model.remove_padding", False, not model.remove_padding, "runs padded rows as they are"),

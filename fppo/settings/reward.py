@@ -90,7 +90,7 @@ class JudgeSettings:
 
     @property
     def on_vllm(self) -> bool:
-        """Whether there is a judge that a vLLM of its own runs."""
+        """Whether there is a judge that runs in a vLLM of its own."""
         return self.path is not None and self.engine == "vllm"
 
 

@@ -57,6 +57,6 @@ _NOT_READ = (  # of these sections
 
 
 def is_read(problem: Problem) -> bool:
-    """Whether a problem is one of settings that fppo sft reads."""
+    """Whether a problem concerns a setting that fppo sft reads."""
     inside = any(problem.path == path or problem.path.startswith(f"{path}.") for path in READ)
     return inside and not any(problem.path == path or problem.path.startswith(f"{path}.") for path in _NOT_READ)

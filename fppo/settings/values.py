@@ -52,8 +52,8 @@ RENAMED = {
 def read_section(
     cls: type, values: Mapping[str, Any], prefix: str = "", *, known: Sequence[str] = ()
 ) -> tuple[Any, list[Problem]]:
-    """An instance of the section `cls`, with defaults in place of wrong values, and the problems. Sections are walked
-    one by one, so that one bad value hides no other. `known` are the paths of all settings, for hints."""
+    """Make an instance of the section `cls` from `values`, with defaults in place of wrong ones; returns it, and all
+    problems. `prefix` is the section's path with a dot; `known` are the paths of all settings, for hints."""
     fields = kinds_of(cls)
     others = {name: value for name, value in values.items() if name not in fields}
     is_part = table_of(cls) is not None
@@ -150,7 +150,7 @@ def described(kind: Any) -> str:
 
 
 def _is_choice_or(kind: Any) -> bool:
-    """Whether a type is a choice of words or another type, as in Literal["auto"] | int, and perhaps None."""
+    """Whether a type joins a choice of words with another type, such as Literal["auto"] | int, with or without None."""
     kinds = _without_none(kind)
     return len(kinds) == 2 and get_origin(kinds[0]) is Literal
 
@@ -172,7 +172,8 @@ def is_list(kind: Any) -> bool:
 
 
 def words_given(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Problem]]:
-    """The words after each flag, by its path, and the problems: `--data.path a b` gives {"data.path": ["a", "b"]}."""
+    """Collect the words after each flag, by the setting's path: `--data.path a b` gives {"data.path": ["a", "b"]}. Also
+    returns the problems of words before any flag."""
     words: dict[str, list[str]] = {}
     problems: list[Problem] = []
     behind: list[str] | None = None
@@ -188,7 +189,8 @@ def words_given(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Pr
 
 
 def switched(words: Mapping[str, list[str]], kinds: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The words with `--data.no-shuffle` as `--data.shuffle false`, and a flag alone as true."""
+    """Rewrite flags of bool settings: `--data.no-shuffle` as `--data.shuffle false`, and a flag without words as true.
+    `kinds` has the type of every setting."""
     found: dict[str, list[str]] = {}
     for path, behind in words.items():
         section, dot, name = path.rpartition(".")
@@ -200,7 +202,7 @@ def switched(words: Mapping[str, list[str]], kinds: Mapping[str, Any]) -> dict[s
 
 
 def value_of_words(words: Sequence[str], kind: Any) -> Any:
-    """Parse words as the value of a setting of this type; for Any as TOML, or else as a text.
+    """Parse words as the value of a setting of type `kind`; for Any as TOML, or else as text.
 
     Raises ValueError, whose text completes "SETTING WORDS: ", for a wrong number of words.
     """
@@ -245,7 +247,7 @@ def _table(word: str) -> Any:
 
 
 def read(word: str) -> Any:
-    """A value as TOML has it, also a number such as 1e-6 or .5; else the text itself."""
+    """Parse a word as a TOML value, or as a number that TOML lacks, such as .5; else return the word itself."""
     try:
         return tomllib.loads(f"value = {word}")["value"]
     except (tomllib.TOMLDecodeError, RecursionError):

@@ -78,7 +78,7 @@ def ablate(  # a notebook sets any of them  # noqa: PLR0913
 
 
 def _matmul_dtypes(cases: Sequence[Operation], dtypes: Mapping[str, Sequence[torch.dtype]]) -> tuple[torch.dtype, ...]:
-    """The dtypes of the operations that are bound by products of matrices."""
+    """The dtypes of the operations whose speed is bound by matrix products."""
     return tuple(dict.fromkeys(d for case in cases if case.bound == "matmul" for d in dtypes[case.name]))
 
 
@@ -90,7 +90,8 @@ def _measured(
     law_seconds: float,
     say: Progress,
 ) -> Iterator[tuple[list[ResultRow], bool]]:
-    """The rows of each dtype and shape in turn, laws before measurements, and whether ctrl-C cut them short."""
+    """Yield the rows of each dtype and shape in turn, and whether ctrl-C cut the measurement short. The laws are
+    checked once for each dtype, before its measurements; `say` reports progress."""
     for dtype in dtypes:
         contracts = {}
         for name, implementation in implementations.items():

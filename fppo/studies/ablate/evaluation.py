@@ -20,7 +20,7 @@ class Result(NamedTuple):
 
 
 def evaluate(op: Operation, fn: Callable, drawn: Drawn, outputs: Sequence[str], of: Sequence[str]) -> Result:
-    """The outputs by an implementation, and the gradient of those that `of` names."""
+    """Compute `outputs` by an implementation, and the gradient of the sum of the outputs that `of` names."""
     leaves = [name for name in op.leaves if name in drawn.inputs]
     if op.ranks > 1 and "axis" not in drawn.extras:
         return _on_ranks(op, fn, drawn, outputs, of)
@@ -39,7 +39,8 @@ def evaluate(op: Operation, fn: Callable, drawn: Drawn, outputs: Sequence[str], 
 
 
 def _on_ranks(op: Operation, fn: Callable, drawn: Drawn, outputs: Sequence[str], of: Sequence[str]) -> Result:
-    """Each rank has a slice of the inputs' first dimension, and of the outputs' second."""
+    """Evaluate an operation on simulated ranks of a sequence axis, and join their results. Each rank has a slice of the
+    inputs' first dimension, and of the outputs' second."""
 
     def run(mesh: Any) -> Result:
         axis = mesh["sequence"]
@@ -54,7 +55,7 @@ def _on_ranks(op: Operation, fn: Callable, drawn: Drawn, outputs: Sequence[str],
 
 
 def exact(op: Operation, drawn: Drawn) -> Exact:
-    """The outputs of the reference in float64, and the gradient of each."""
+    """Outputs of an operation's reference in float64, and the gradient of each output by every leaf."""
     if op.exact is not None:
         return op.exact(drawn)
     pieces = [_exact(op, piece) for piece in op.split(drawn)]

@@ -62,7 +62,7 @@ Times = dict[str, tuple[list[float], list[float]]]
 
 
 def refusal(case: Operation, implementation: Implementation, device: torch.device) -> str | None:
-    """Why an implementation cannot run here, or None."""
+    """The reason why an implementation cannot run on `device`; None if it can."""
     if case.ranks > 1 and device.type != "cpu":
         return f"{case.name} is measured on simulated ranks, which run on the CPU"
     return implementation.refuse()
@@ -75,7 +75,8 @@ def measure_group(
     *,
     progress: Progress,
 ) -> tuple[list[ResultRow], bool]:
-    """A row for each implementation, and whether ctrl-C cut it short."""
+    """Measure every implementation of a group; returns a row for each, and whether ctrl-C cut the measurement short.
+    `contracts` are the verdicts of the laws by implementation."""
     case, what = group.case, f"{group.case.name} {words(group.dtype)}"
     results: dict[str, _Examined] = {}
     times: Times = {name: ([], []) for name in implementations}
@@ -105,7 +106,8 @@ def measure_group(
 def _examine(
     group: MeasuredGroup, implementation: Implementation, contract: Checked, drawn: Drawn, known: Exact
 ) -> _Examined:
-    """Errors and memory; an exception becomes a status."""
+    """Measure an implementation's errors against the `known` exact results, its first call's time and its memory. An
+    exception becomes a status with a reason."""
     case, device = group.case, group.device
     outputs, timed = (_without(names, implementation) for names in (case.outputs, case.timed))
     broken = contract[0] == "broken"

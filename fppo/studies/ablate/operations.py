@@ -89,7 +89,8 @@ def shapes_of(case: Operation, shapes: Sequence[Shape] | None, cases: Sequence[O
 
 
 def default_of(op: str, table: Table, defaults: Kernels | None) -> str | None:
-    """The name of the implementation that a run takes where none is named."""
+    """The name in `table` of a run's default implementation of an operation, from `defaults` or, without these, from
+    fppo's; None if it is not in the table."""
     fn = getattr(Kernels.named() if defaults is None else defaults, op)
     return next((name for name, implementation in table[op].items() if implementation.is_of(fn)), None)
 
@@ -115,7 +116,7 @@ PRESETS: Mapping[str, tuple[int, int, int, int, int]] = MappingProxyType(
 def sizes_of(model: str) -> dict[str, int]:
     """H, V, heads, kv_heads and head_dim of a directory with a config.json, of a GGUF file, or of a name in PRESETS.
 
-    An owner before the name and "-instruct" after it are left out. Raises ValueError where there is neither.
+    An owner before the name and "-instruct" after it are ignored. Raises ValueError if `model` is none of these.
     """
     directory = Path(model)
     if (file := gguf_of(model)) is not None:

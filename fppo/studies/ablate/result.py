@@ -61,7 +61,7 @@ class ResultRow:
 
     @property
     def worst(self) -> tuple[float | None, float | None]:
-        """The largest relative error of a value, and of a gradient; None where there is none."""
+        """The largest relative error of the outputs, and that of the gradients; None where no error was measured."""
         values = [e.relative for e in self.errors if e.by is None]
         gradients = [e.relative for e in self.errors if e.by is not None]
         return max(values, default=None), max(gradients, default=None)
@@ -111,5 +111,5 @@ def groups(rows: Sequence[ResultRow]) -> list[list[ResultRow]]:
 
 
 def shape_words(row: ResultRow) -> str:
-    """The sizes of a row's shape by name."""
+    """The sizes of a row's shape as text, such as "N=256 H=896"."""
     return " ".join(f"{name}={size:,}" for name, size in row.shape.items())

@@ -100,7 +100,8 @@ def _error(relative: float) -> str:
 
 
 def _blocks(names: Sequence[str], columns: Sequence[Column], width: int) -> list[str]:
-    """The columns beside the names, in as many blocks as the width asks for; a heading's columns stay together."""
+    """Lines of a table with one row per name, in as many blocks of columns as `width` requires. Columns under one
+    heading stay in one block."""
     label = max([len(name) for name in names] + [6])
     runs: list[list[Column]] = []
     for column in columns:

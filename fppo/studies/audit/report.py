@@ -35,7 +35,7 @@ class Audited:
     leave_out: tuple[str, ...] = ()
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """The verdicts of all laws except `leave_out`."""
+        """Check the function by the laws of its kind, except those that `leave_out` names."""
         found = laws.verdicts(
             self.fn,
             kind=self.kind,

@@ -18,8 +18,8 @@ MOST = 4  # rows of a group: with two prompts, all batches are listed in a secon
 
 
 def run_bias(of: TrainSettings, sizes: WorldSizes) -> RunBias:
-    """The math of a run's step, in groups of at most four rows. Raises UsageError for a loss that selects tokens by
-    noise, whose batches cannot be listed."""
+    """Read the math of a run's step from its settings, for worlds with groups of at most four rows. Raises UsageError
+    for a loss that selects tokens by noise, since its batches cannot be enumerated."""
     loss_fn, estimator = policy_loss(of.actor.loss), advantage_of(of.algorithm, Kernels.named())
     correct = loss_correction(of.algorithm.correction, of.actor.loss)
     if isinstance(loss_fn, SelectiveLoss):

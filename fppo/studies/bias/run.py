@@ -45,8 +45,8 @@ class RunReport:
 
 
 def lines_of(run: RunBias) -> RunReport:
-    """Describe what a run optimises in three lines, over two prompts with scores of 0 and 1; a critic's values are
-    exact. A run with a teacher, which is the world's reference, has a fourth line."""
+    """Describe what a run optimises in three lines (score, KL and critic), measured in small worlds of two prompts with
+    scores of 0 and 1. A run with a teacher has a fourth line; the world's reference stands for the teacher."""
     step, sizes = run.step, run.sizes
     worlds = [sizes.world(seed, prompts=2, lag=run.lag) for seed in range(sizes.worlds)]
     taught = reads(step.estimator, "teacher_log_probs")
@@ -62,7 +62,8 @@ def lines_of(run: RunBias) -> RunReport:
 
 
 def _score(step: StepMath, worlds: Sequence[SmallWorld]) -> tuple[dict[str, Any], str]:
-    """How far a run's gradient is from that of the expected score, and by which of its parts."""
+    """Numbers and a line of text on how far a run's gradient, without KL, is from the gradient of the expected score,
+    and which parts of the step cause the difference."""
     whole = typical(attrs.evolve(step, kl=None), worlds)
     if whole.still:
         return {"score": None, "turned_alone": {}}, "score: nothing is learned from it"
@@ -77,7 +78,8 @@ def _score(step: StepMath, worlds: Sequence[SmallWorld]) -> tuple[dict[str, Any]
 
 
 def _teacher(step: StepMath, worlds: Sequence[SmallWorld]) -> tuple[dict[str, Any], str]:
-    """The divergence from the teacher whose gradient a run's estimator has, by itself and under its weight mode."""
+    """Numbers and a line of text on distillation: the divergence from the teacher whose gradient the run's estimator
+    has, and how far the run's loss and weight mode turn that gradient."""
     still = [attrs.evolve(x, scores=torch.zeros_like(x.scores)) for x in worlds]
     of, alone = nearest([step_bias(StepMath(estimator=step.estimator), x) for x in still], still, 1.0)
     if alone.still:
@@ -92,7 +94,7 @@ def _teacher(step: StepMath, worlds: Sequence[SmallWorld]) -> tuple[dict[str, An
 
 
 def _against(step: StepMath, worlds: Sequence[SmallWorld], of: str) -> Typical:
-    """The bias of a step against the gradient of a divergence; of "none" against that of whole responses."""
+    """The bias of a step against the gradient of the divergence `of`; for "none", against that of "sequence"."""
     known: dict[str, Divergence] = {x: x for x in DIVERGENCES}
     goal = known.get(of, "sequence")
     found = [step_bias(step, x) for x in worlds]
@@ -121,7 +123,8 @@ def _percent(x: float) -> str:
 
 
 def _kl(step: StepMath, worlds: Sequence[SmallWorld]) -> tuple[dict[str, Any] | None, str]:
-    """The divergence whose gradient a run's KL term has, by itself and under the run's weight mode."""
+    """Numbers and a line of text on a run's KL term: the divergence whose gradient it has, and how far the run's
+    estimator and weight mode turn that gradient."""
     if step.kl is None:
         return None, "KL: none"
     still = [attrs.evolve(x, scores=torch.zeros_like(x.scores)) for x in worlds]
@@ -142,7 +145,8 @@ def _kl(step: StepMath, worlds: Sequence[SmallWorld]) -> tuple[dict[str, Any] | 
 
 
 def _critic(step: StepMath, sizes: WorldSizes) -> tuple[dict[str, float] | None, str]:
-    """The direction error that errors of a critic cause in the gradient of an estimator that reads values."""
+    """Numbers and a line of text on a critic: the direction error of the gradient that errors in its values cause, if
+    the estimator reads values."""
     if not reads(step.estimator, "values"):
         return None, "critic: none"
     own, turned = StepMath(estimator=step.estimator), dict[str, float]()

@@ -78,7 +78,7 @@ class BiasTable:
 
 @attrs.frozen(kw_only=True)
 class Typical:
-    """Medians over worlds: see `laws.Bias`."""
+    """Medians over worlds of the fields of `laws.Bias`: direction error, size and noise of a mean gradient."""
 
     turned: float
     scale: float
@@ -91,12 +91,12 @@ class Typical:
 
 
 def typical(math_of: StepMath, worlds: Sequence[SmallWorld]) -> Typical:
-    """The medians of a step's bias over worlds."""
+    """Measure a step's bias in each world, and take the medians."""
     return medians([step_bias(math_of, own) for own in worlds])
 
 
 def medians(found: Sequence[Bias]) -> Typical:
-    """The medians of biases over worlds."""
+    """The medians of biases, one bias per world."""
     return Typical(**{name: median(getattr(x, name) for x in found) for name in ("turned", "scale", "noise")})
 
 
@@ -136,7 +136,7 @@ def modes(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable
 
 
 def kinds(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
-    """Bias of each KL kind without any reward: only the penalty is left. Names the divergence whose gradient it has."""
+    """Bias of each KL kind where the penalty is the only reward, and the divergence whose gradient the penalty has."""
     del own
     worlds = [sizes.world(seed) for seed in range(sizes.worlds)]
     worlds = [attrs.evolve(x, scores=torch.zeros_like(x.scores)) for x in worlds]
@@ -166,8 +166,8 @@ def kinds(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable
 
 
 def nearest(each: Sequence[Bias], worlds: Sequence[SmallWorld], coef: float) -> tuple[str, Typical]:
-    """The divergence whose gradient the means are, or "none", and their bias against it (for "none" against
-    "sequence")."""
+    """The name of the divergence whose gradient equals the mean gradients `each`, or "none"; and their bias against it
+    (for "none" against "sequence"). `coef` multiplies the divergence."""
     for of in (*DIVERGENCES, "sequence"):
         gradients = [own.gradient(coef, of) for own in worlds]
         found = medians([compared(x.mean, g, x.deviation) for x, g in zip(each, gradients, strict=True)])
@@ -256,7 +256,7 @@ HEADS: Mapping[str, losses.ValueHead] = {
 
 
 def values(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
-    """The value that minimises each critic loss where returns vary, minus their mean."""
+    """Bias of critic losses: the value that minimises the expected loss over random returns, minus their mean."""
     del sizes, own
     rows = []
     for name, head in HEADS.items():

@@ -319,7 +319,7 @@ class Case:
 
     @property
     def models(self) -> dict[str, PreTrainedConfig]:
-        """The models that differ in shape, by their names in messages."""
+        """Configs of the case's models that may differ in shape, by the models' names in messages."""
         own = {self.name: self.config, "the reward model": self.reward_model, "the teacher": self.teacher}
         return {name: config for name, config in own.items() if config is not None}
 
@@ -402,7 +402,7 @@ class Case:
         return max(1, self.tokens // self.length)
 
     def distinct(self, rows: int) -> int:
-        """The number of distinct tokens in `rows` rows, of which `together` share a prompt."""
+        """The number of distinct tokens in `rows` rows, if each `self.together` rows share a prompt."""
         prompts = math.ceil(rows / self.together)
         return prompts * (self.length - self.response_tokens) + rows * self.response_tokens
 
@@ -419,12 +419,12 @@ class Case:
 
     @property
     def shared(self) -> list[int]:
-        """Lengths of the prefixes in a pass that are computed for another row."""
+        """Lengths of the prompts in a pass that are not computed, since another row of the pass shares them."""
         return [self.length - self.response_tokens] * (self.rows - math.ceil(self.rows / self.together))
 
     @property
     def computed(self) -> float:
-        """The fraction of a pass's tokens that is computed."""
+        """The fraction of a pass's tokens that is computed; below 1 if rows share prompts."""
         return 1 - sum(self.shared) / (self.rows * self.length)
 
     @property
@@ -446,8 +446,8 @@ def with_sequences(case: Case, sequences: int) -> Case:
 
 
 def balanced(sequences: int, most: int) -> tuple[int, int]:
-    """The sequences of a pass (at most `most`, if that is not 0) and the number of passes: as few as possible, of equal
-    size."""
+    """Divide `sequences` into as few passes of equal size as possible, each of at most `most` sequences (at least 1).
+    Returns the sequences of a pass and the number of passes."""
     passes = -(-sequences // min(max(1, most), sequences))
     return -(-sequences // passes), passes
 

@@ -95,7 +95,8 @@ class _Batch:
         return -(-self.rows // COMPARED) if source == "auto" else 0
 
     def sizes(self, cls: type, names: Sequence[str] | None = None) -> Bytes:
-        """Bytes of the columns that rows have as a `cls`, or of the columns with these names."""
+        """Bytes of the columns that all rows have as a batch of class `cls`; with `names`, only of the columns with
+        these names."""
         columns = batches.columns(batches.narrow(cls, self.row))
         if self.run.algorithm.router_replay != "rollout" and not issubclass(cls, Annotated):
             columns.pop("routed", None)  # the policy's pass is the first that reports experts
@@ -146,7 +147,7 @@ def _updates(batch: _Batch) -> Iterator[ColumnCall]:
 
 
 def _prompts(count: int, length: int) -> Bytes:
-    """Bytes of the prompts' columns."""
+    """Bytes of the columns of `count` prompts of `length` tokens, by name."""
     ids = torch.empty(count, length, dtype=torch.int64, device="meta")
     return {"tokens": ids.nbytes, "attention_mask": ids.bool().nbytes, "row_ids": ids[:, 0].nbytes}
 

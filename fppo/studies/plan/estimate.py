@@ -99,14 +99,15 @@ def seconds_of(phases: Sequence[Phase], case: Case, *, slowest: float = 1.0, rec
 
 
 def _pace(phases: Sequence[Phase], phase: Phase, pace: Pace) -> float:
-    """The pace of one of a stage's phases on a CPU."""
+    """The factor in `pace` for one of a stage's phases: a forward pass alone, an update's passes, or the optimizer."""
     if not any(x.name.startswith("backward") for x in phases):
         return pace.forward
     return pace.update if phase.name.startswith(("forward", "backward")) else pace.optimizer
 
 
 def busy_seconds(cost: Cost, hardware: Hardware) -> float:
-    """The `compute` of `seconds_of` without launches."""
+    """Seconds of computation alone: FLOPs and memory traffic at the hardware's rates, without the launches that
+    `seconds_of` also considers."""
     busy = cost.other["traffic"] / (hardware.bandwidth * COPY_SHARE)
     for kind, count in cost.flops.items():
         peak = hardware.flops if kind.endswith("float16") else hardware.flops_float32
@@ -167,8 +168,11 @@ def _crowding(case: Case) -> float:
 
 
 def _repeated(phases: Sequence[Phase], case: Case) -> list[tuple[Phase, float]]:
-    """Each phase and how often it happens. Two passes were run: the first stands for all but the last. On a pipeline,
-    where passes overlap, all passes that were run stand for all, and the phases after them happen once."""
+    """Pair each tracked phase with the number of times that it happens in the whole stage.
+
+    Two passes were tracked, and the first stands for all but the last. On a pipeline, where passes overlap, the tracked
+    passes together stand for all, and the phases before and after them happen once.
+    """
     passes = case.micro_batches
     if case.size("pipeline") == 1:
         again = ("forward 1", "backward 1", "after 1")
@@ -264,7 +268,8 @@ def rough(case: Case, facts: Mapping[str, Facts]) -> Rough:
 
 
 def _own(case: Case, facts: Facts, *, shards: bool = True) -> float:
-    """The number of parameters on the fullest rank: on a pipeline, one with the embeddings or the head."""
+    """The number of a model's parameters on the fullest rank, which on a pipeline has the embeddings or the head.
+    Without `shards`, as if the shard axes cut nothing."""
     tensor, expert, pipeline = (case.size(axis) for axis in ("tensor", "expert", "pipeline"))
     dense = facts.dense / tensor / pipeline + (1 if pipeline > 1 else 2) * facts.outside / tensor
     of_experts = facts.experts / (expert if expert > 1 else tensor) / pipeline
@@ -327,8 +332,8 @@ def _seconds(case: Case, name: str, facts: Facts) -> float:
 
 
 def _exchanges(case: Case, facts: Facts, times: int, width: int) -> float:
-    """Seconds in which ranks exchange tokens during a pass that runs each layer `times` times in all; the backward pass
-    counts as two."""
+    """Seconds in which ranks exchange tokens during a pass that runs each layer `times` times in all, where a backward
+    run counts as two. `width` is the bytes of an element."""
     tensor, layers = case.size("tensor"), facts.layers / case.size("pipeline")
     hidden, blocks = _tokens(case) * facts.hidden * width, layers * min(2, times)
     seconds = 4 * blocks * _over(case, "tensor", hidden)
@@ -349,6 +354,6 @@ def _sums(case: Case, facts: Facts) -> float:
 
 
 def _over(case: Case, axis: str, size: float) -> float:
-    """Seconds in which a ring over an axis gathers or scatters `size` bytes of the whole."""
+    """Seconds in which the ranks of an axis, as a ring, gather or scatter a tensor of `size` bytes in whole."""
     ranks = case.shards if axis == DENSE else case.size(axis)
     return 0.0 if ranks == 1 else size * (ranks - 1) / ranks / (link(case, axis)[1] * LINK_SHARE)

@@ -33,8 +33,8 @@ POOL_BUCKET: int = attrs.fields(Policy).bucket_bytes.default
 
 @attrs.frozen
 class HostMemory:
-    """Bytes of host memory by kind: for the lifetime of the process, and additionally while it starts, sends weights,
-    or writes a checkpoint."""
+    """Bytes of host memory by kind: `rest` for the lifetime of the process, in addition `starting` while it starts, and
+    `meanwhile` while it sends weights or writes a checkpoint."""
 
     rest: Mapping[str, float]
     starting: Mapping[str, float]
@@ -65,8 +65,8 @@ def process_bytes() -> int:
 
 
 def state_of(case: Case, built: Built) -> dict[str, tuple[bool, list[int]]]:
-    """The state of a rank between uses, by kind: whether it is on the host, and the bytes of each tensor. Without the
-    base of adapters."""
+    """A rank's parameters and optimizer states between uses, by kind: whether they are on the host, and the bytes of
+    each tensor. The base of adapters is not included."""
     found: dict[str, tuple[bool, list[int]]] = {}
     for name in filter(case.has, models_of(case)):
         at = case.at(name if name in FROZEN else f"update {name}")
@@ -88,16 +88,16 @@ def state_bytes(case: Case, built: Built) -> float:
 
 
 def away_bytes(case: Case, stages: Mapping[str, Sequence[Phase]]) -> float:
-    """Bytes of the activations that the fullest pass offloads (`model.offload_activations`), and of those in
-    transfer."""
+    """Bytes of activations on the host: those that the fullest pass offloads (`model.offload_activations`), times the
+    passes in flight on a pipeline."""
     passes_of_all = (phase for phases in stages.values() for phase in phases)
     most = max((phase.cost.other["away"] for phase in passes_of_all), default=0)
     return float(most * case.in_flight / case.virtual_stages)
 
 
 def read_bytes(case: Case, built: Built) -> float:
-    """Bytes read at the start: a rank's part of the largest model on its way to a GPU, and the largest tensor; on a CPU
-    only the latter, since the part stays."""
+    """Bytes of host memory while models are loaded: the largest tensor and, on its way to a GPU, a rank's part of the
+    largest model. On a CPU that part is counted elsewhere, since it stays."""
     sizes = [0.0]
     for name in filter(case.has, models_of(case)):
         largest = max(shape.numel() for shape in built.model(case, name).whole_shapes.values())
@@ -132,7 +132,8 @@ def bucket_bytes(case: Case, built: Built) -> float:
 
 
 def received_bytes(case: Case, built: Built) -> float:
-    """Bytes of the policy on a rank of a pool that receives it for its vLLM."""
+    """Bytes of the policy on a rank of an engine pool, which receives it whole before its vLLM does; 0 for any other
+    engine."""
     sampling = case.sampling
     if sampling is None or sampling.pool is None or sampling.engine != "vllm":
         return 0.0

@@ -102,8 +102,8 @@ class _Stage:
         self._held = {phase.name: after.start for phase, after in pairwise(phases)}
 
     def of(self, action: Action, again: bool) -> tuple[list[Phase], Mapping[str, float], Cost]:
-        """The phases of an action, the bytes held after it, and the cost of a later action of its kind. `again`: the
-        action is not the first of its kind."""
+        """The phases of an action, the bytes held after it, and the cost of any later action of its kind. `again`: an
+        earlier action of the stage was of the same kind."""
         own, later = (self._named(action.kind, 1 + (more and self.trains)) for more in (again, True))
         return own, self._held[own[-1].name], _sum([phase.cost for phase in later])
 
@@ -113,7 +113,8 @@ class _Stage:
 
 
 def _in_order(actions: Sequence[Action], stages: Mapping[int, _Stage], kinds: Sequence[str]) -> list[Phase]:
-    """The phases of a rank with all these stages, each of which holds its own bytes of these kinds from the start."""
+    """Phases of a rank with several stages, in the order of its `actions`. Each of the `stages` holds its own bytes of
+    these `kinds` from the start."""
     first, *others = stages.values()
     held = Counter(first.begin)
     for stage in others:
@@ -131,13 +132,13 @@ def _in_order(actions: Sequence[Action], stages: Mapping[int, _Stage], kinds: Se
 
 
 def _phase(name: str, own: Sequence[Phase], held: Mapping[str, float], cost: Cost) -> Phase:
-    """Merge several phases into one that begins with `held`."""
+    """Merge consecutive phases into one with this `cost`, as if it began with the bytes `held`."""
     segments = (segment for phase in own for segment in phase.segments)
     return Phase(name, tuple(_moved(segment, own[0].start, held) for segment in segments), cost)
 
 
 def _moved(segment: Segment, start: Mapping[str, float], held: Mapping[str, float]) -> Segment:
-    """The peak of a segment if its phase had begun with `held` instead of `start`."""
+    """The segment as it would be if its phase had begun with the bytes `held` instead of `start`."""
     peak = Counter(segment.peak)
     peak.update(held)
     peak.subtract(start)
@@ -149,5 +150,5 @@ def _difference(cost: Cost, less: Cost) -> Cost:
 
 
 def _sum(costs: Sequence[Cost]) -> Cost:
-    """The sum of costs."""
+    """Add up costs, counter by counter."""
     return Cost(*(sum((getattr(cost, name) for cost in costs), Counter()) for name in Cost.__match_args__))

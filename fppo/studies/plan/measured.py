@@ -42,15 +42,15 @@ def measured(case: Case, name: str, mesh: Mesh) -> list[Phase]:
 def prepared(
     case: Case, name: str, mesh: Mesh, tracker: Tracker
 ) -> tuple[TrainState, Callable[[TrainState], Any], Any]:
-    """A fresh state of the stage's model on this rank, the stage as a function of it, and its rows."""
+    """A fresh state of the stage's model on this rank, the stage as a function of that state, and the stage's rows."""
     params, forward, batch = _parts(case, name, mesh, tracker)
     stage = passes.stage_of(case, name, batch, forward=forward, shelf=passes.Shelf(tracker))
     return init_state(params, passes.optimizer_of(case)), stage, batch
 
 
 def loads_of(case: Case, name: str, mesh: Mesh) -> list[float]:
-    """Loads of the ranks of an expert axis, relative to their mean, by the choices of the model's routers for all rows
-    of the stage. Every rank of `mesh` must call."""
+    """Token loads of the ranks of an expert axis, relative to their mean, as the model's routers choose experts for all
+    rows of the stage. Every rank of `mesh` must call this."""
     params, forward, batch = _parts(case, name, mesh, Tracker())
     passed = MicroBatching(token_budget=case.tokens)
     routed = compute_outputs(params, batch, forward=forward, micro_batching=passed, outputs=("routed",)).routed
@@ -72,7 +72,7 @@ def _parts(case: Case, name: str, mesh: Mesh, tracker: Tracker) -> tuple[Params,
 
 
 def telling(mesh: Mesh, sent: Sent) -> Mesh:
-    """The mesh with collectives that are reported to `sent` before they run."""
+    """A copy of the mesh whose process groups report each collective to `sent` before running it."""
     axes = {
         name: axis if axis.group is None else Axis(axis.size, axis.rank, _TellingGroup(name, axis.group, sent))
         for name, axis in mesh.axes.items()
@@ -81,7 +81,7 @@ def telling(mesh: Mesh, sent: Sent) -> Mesh:
 
 
 class _TellingGroup(RelayGroup):
-    """A process group with collectives that are reported to `sent` before they run."""
+    """A process group that reports each collective to `sent` before running it."""
 
     def __init__(self, name: str, group: Any, sent: Sent) -> None:
         super().__init__(group)

@@ -105,7 +105,7 @@ def _step_seconds(of: TrainSettings, planned: Plan, prompt: int) -> float:
 
 
 def _saved(case: Case) -> tuple[float, float]:
-    """Bytes of a checkpoint, of all ranks together, and of the exported policy, in the dtype of its state."""
+    """Bytes of a checkpoint, over all ranks, and bytes of the exported policy in the dtype of its state."""
     alone = attrs.evolve(case, mesh=dict.fromkeys(case.mesh, 1), virtual_stages=1)
     sizes = {name: sum(each) for name, (_, each) in state_of(alone, Built()).items() if not name.startswith(FROZEN)}
     return float(sum(sizes.values())), float(sizes.get("actor's parameters", 0))

@@ -89,7 +89,7 @@ def _with_vocabulary(config: PreTrainedConfig, part: float) -> PreTrainedConfig:
 
 
 def _of_stages(case: Case, model: Model, params: Params, kernels: Kernels, built: Built, fastest: Fastest) -> Pace:
-    """The pace of passes with and without gradients, and of the optimizer."""
+    """Measure the pace of passes with and without gradients, and of the optimizer."""
     forward, batch = Forward(model, kernels=kernels, share_prompts=False), passes.rows_of(case, case.rows)
     words = torch.arange(batch.tokens.numel()).view_as(batch.tokens) % model.config.vocab_size
     batch, optimizer = tree.replace(batch, tokens=words), passes.optimizer_of(case)
@@ -108,13 +108,15 @@ def _of_stages(case: Case, model: Model, params: Params, kernels: Kernels, built
 
 
 def _planned(phases: Sequence[Phase], case: Case, in_passes: bool | None) -> float:
-    """Planned seconds of the phases within passes (True), of the others (False), or of both (None)."""
+    """Planned seconds of phases: if `in_passes` is True, of forward and backward passes; if False, of all others; if
+    None, of every phase."""
     chosen = [x for x in phases if in_passes is None or x.name.startswith(("forward", "backward")) is in_passes]
     return seconds_of(chosen, case).total
 
 
 def _of_decoding(case: Case, model: Model, params: Params, kernels: Kernels, built: Built, fastest: Fastest) -> float:
-    """The pace of the embedded engine's steps, with as many rows as the case decodes together."""
+    """Measure the pace of the embedded engine's decoding steps, with up to as many rows as the case decodes
+    together."""
     sampling = case.sampling or PlannedSampling()
     each = 2.0 * (sum(flops.layer_weights(model)) + flops.head_weights(model))
     rows = int(max(1, min(sampling.sequences or case.rows, sampling.max_rows, _WORK / each / 2)))

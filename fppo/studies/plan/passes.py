@@ -169,13 +169,13 @@ STAGES: Mapping[str, str] = {stage: "actor" if role == "reference" else role for
 
 
 def models_of(case: Case) -> list[str]:
-    """The models of `HEADS` that the case has."""
+    """Names of the case's models among actor, critic, reward model and teacher (`HEADS`)."""
     wanted = {"critic": case.critic, REWARD: case.reward_model is not None, TEACHER: case.teacher is not None}
     return [name for name in HEADS if wanted.get(name, True)]
 
 
 def model_of(case: Case, name: str, layers: int | None = None) -> Model:
-    """Build one of `HEADS` for the case, with all of its layers or with `layers`."""
+    """Build the case's model of this name (a key of `HEADS`), with all of its layers or with the first `layers`."""
     config = {REWARD: case.reward_model, TEACHER: case.teacher}.get(name, case.config)
     assert config is not None
     config = config if layers is None else with_layers(config, layers)
@@ -194,7 +194,7 @@ def _adapted(model: Model, case: Case, name: str) -> Model:
 
 
 def base_dtype(case: Case) -> torch.dtype:
-    """The dtype of the base of adapters, which is its compute dtype."""
+    """The dtype of the base under adapters, which is the case's compute dtype."""
     return case.compute_dtype or torch.float32
 
 
@@ -206,12 +206,13 @@ class Built:
         self._runs: list[tuple[Case, str, int, list[Phase]]] = []
 
     def model(self, case: Case, name: str, layers: int | None = None) -> Model:
-        """The cached model of `model_of`, with the dtype and the recomputation of the first request."""
+        """The model that `model_of` builds, cached by `name` and `layers`: compute dtype and recomputation are those of
+        the first case that asked for it."""
         return self.once(("model", name, layers), lambda: model_of(case, name, layers))
 
     def cuts(self, case: Case, name: str) -> list[range]:
-        """The layers of each stage of the case's pipeline, or all. A critic on the actor's base has the actor's
-        cuts."""
+        """The layers of a model on each stage of the case's pipeline; without a pipeline, one range of all layers. A
+        critic on the actor's base is cut like the actor."""
         stages = case.size("pipeline") * case.virtual_stages
         name = "actor" if name == "critic" and case.critic_lora is not None else name
         return self.once(("cuts", name, stages), lambda: layer_spans(self.model(case, name).plain, stages))
@@ -225,8 +226,8 @@ class Built:
         return layout_in_codes(lora.with_factors(layout, frozen.places, frozen.lora.rank), model.forms)
 
     def placed(self, case: Case, name: str, mesh: Mesh, own: Sequence[int] | None = None) -> Model:
-        """The part of a model on a rank of the case's mesh; with `own`, of a model with these numbers of layers in the
-        rank's own stages and none in others."""
+        """The part of a model on a rank of the case's mesh. With `own`, the model has only the layers of the rank's own
+        stages, in these numbers."""
         cuts = self.cuts(case, name) if own is None else _stages_of(case, own)
         prepared = self._prepared(case, name, None if own is None else sum(own), mesh)
         placed = _adapted(prepared.on(mesh, cuts), case, name)
@@ -284,7 +285,8 @@ def stages_of(case: Case) -> list[str]:
 
 
 def rows_of(case: Case, count: int) -> Experience:
-    """`count` full sequences of a prompt and a response; each `case.together` consecutive ones share a prompt."""
+    """Make `count` full sequences, each a prompt and a response; every `case.together` consecutive rows share a
+    prompt."""
     length, response = case.length, case.response_tokens
     row, tokens = torch.arange(count), torch.ones(count, length, dtype=torch.int64)
     if case.together > 1:
@@ -382,8 +384,9 @@ def stage_of(
 
 
 def turns(ranks: int, micros: int, virtual_stages: int, *, rank: int, began: Callable[[Action], None]) -> Schedule:
-    """A schedule of one stage per rank in which each backward pass follows its forward pass. `rank` leaves out the last
-    micro-batch, so that another one is always in transfer to it."""
+    """A pipeline schedule of one stage per rank, in which each backward pass directly follows its forward pass. The
+    planned `rank` leaves out the last micro-batch, so that one more is always in transfer to it. `began` is called with
+    each action."""
     del virtual_stages
     kinds: tuple[Literal["forward"], Literal["backward"]] = ("forward", "backward")
     return Schedule(
@@ -396,14 +399,15 @@ def turns(ranks: int, micros: int, virtual_stages: int, *, rank: int, began: Cal
 
 
 def rows_of_stage(case: Case, name: str) -> Experience:
-    """The rows of a few passes: those of all data ranks for an update, this rank's for other stages."""
+    """Make the rows of a stage's tracked passes: for an update the rows of all data ranks, for other stages this
+    rank's."""
     rows = case.rows * min(case.micro_batches, passes_of(case, name))
     return rows_of(case, rows * (case.data_ranks if name.startswith("update") else 1))
 
 
 def passes_of(case: Case, name: str) -> int:
-    """The number of passes that stand for all: `PASSES`, or on a pipeline those that an update has in flight and one
-    more; with interleaved stages rounded up to a multiple of the ranks."""
+    """The number of passes to track, which stand for all passes of a stage: `PASSES` or, for an update on a pipeline,
+    one more than are in flight, rounded up to a multiple of the ranks if stages are interleaved."""
     ranks = case.size("pipeline")
     if ranks == 1 or not name.startswith("update"):
         return PASSES
@@ -443,7 +447,7 @@ def base_of(case: Case, model: Model, shapes: Mapping[str, tuple[int, ...]]) -> 
 def tracked(
     case: Case, tracker: Tracker, stage: Callable[[TrainState], Any], state: TrainState, batch: Any
 ) -> list[Phase]:
-    """Track the phases of `stage` on a state, which it may use up."""
+    """Run `stage` on `state`, which it may use up, and return the phases that the tracker recorded."""
     tracker.hold(state.params.values(), HOST if case.offload == "all" else STATE)
     tracker.hold(tree.tensors(state.opt), STATE if case.offload == "none" else HOST)
     tracker.hold(tree.tensors(batch), BATCH)
@@ -454,15 +458,15 @@ def tracked(
 
 
 def mesh_of(case: Case, sent: Sent) -> Mesh:
-    """The case's mesh as the planned rank sees it."""
+    """The case's mesh as seen by the planned rank, with groups that count collectives and report them to `sent`."""
     sharding = case.sharding if case.shards > 1 else None
     mesh = counting_mesh(case.mesh, fullest(case), sharding, sent, virtual_stages=case.virtual_stages)
     return attrs.evolve(mesh, ring=case.ring)
 
 
 def fullest(case: Case) -> dict[str, int]:
-    """The coordinates of the planned rank: the fullest one on the sequence, context and tensor axes; for the
-    vocabulary, the last."""
+    """The coordinates of the planned rank: on the sequence and context axes the rank with the most response tokens, on
+    the tensor axis the last, and on the pipeline the case's."""
     places = {"sequence": fullest_slice(case), "context": fullest_deal(case), "tensor": case.size("tensor") - 1}
     return places | {"pipeline": case.pipeline_rank}
 
@@ -481,7 +485,7 @@ def fullest_deal(case: Case) -> int:
 
 
 def _fullest(case: Case, places: Sequence[Tensor]) -> int:
-    """The rank, by each rank's token indices in the packed row, that has the most response tokens."""
+    """The rank with the most response tokens; `places` are each rank's token indices in the packed row."""
     total, prompt = case.rows * case.length, case.length - case.response_tokens
     counts = [int(((own % case.length >= prompt) & (own < total)).sum()) for own in places]
     return max(range(len(counts)), key=lambda i: counts[i])

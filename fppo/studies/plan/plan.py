@@ -102,7 +102,7 @@ class Engines:
 
     @property
     def fits(self) -> bool:
-        """Whether the accelerator's memory suffices."""
+        """Whether the accelerator's memory suffices for an engine."""
         return self.rollout.total <= self.case.hardware.memory
 
     @property

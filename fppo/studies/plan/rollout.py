@@ -41,8 +41,8 @@ class Prefill(NamedTuple):
 
 
 def prefill_of(case: Case, built: Built, *, prompts: int, length: int) -> Prefill:
-    """Bytes of a pass over `prompts` prompts of one length on a rank, for a model that no axis cuts; from few layers
-    where all are alike. A tensor axis divides them."""
+    """Bytes of a pass over `prompts` prompts of `length` tokens, for a whole model on one rank; the caller divides them
+    by a tensor axis. If all layers are alike, the bytes are extrapolated from a few."""
     key = ("prefill", case.compute_dtype, case.hardware.on_gpu, prompts, length)
     return built.once(key, lambda: _of_all(case, built, prompts, length))
 
@@ -117,7 +117,7 @@ class PlannedRollout:
 
 @attrs.frozen
 class _Engine:
-    """An engine, and its share on each of its GPUs."""
+    """One engine of a rollout: its model, the GPUs over which it is cut, its prompts, and its bytes per GPU."""
 
     model: Model  # the whole model
     dtype: torch.dtype  # the compute dtype
@@ -130,7 +130,7 @@ class _Engine:
 
     @property
     def at_once(self) -> int:
-        """The number of prompts in one pass."""
+        """The number of the engine's prompts that one prefill pass takes."""
         return _at_once(self.prompts, self.prompt)
 
     @property
@@ -140,7 +140,8 @@ class _Engine:
 
     @property
     def column(self) -> float:
-        """Bytes of the keys and values of one token on one of its GPUs; heads that several ranks need count on each."""
+        """Bytes of the keys and values of one token on one of the engine's GPUs. With more GPUs than key heads, several
+        GPUs hold the same head."""
         heads = getattr(self.model.config, "num_key_value_heads", None) or self.model.config.num_attention_heads
         return self.prefill.column / min(self.cut, heads)
 
@@ -195,19 +196,21 @@ def _engine(case: Case, sampling: PlannedSampling, built: Built) -> _Engine:
 
 
 def _at_once(prompts: int, length: int) -> int:
-    """The number of prompts in one pass."""
+    """The number of `prompts` prompts of `length` tokens that one prefill pass takes."""
     return max(1, min(prompts, PREFILL_TOKENS // length))
 
 
 def _decodes_cut(case: Case) -> int:
-    """The number of ranks over which the embedded engine's weights are cut; with an expert axis it gathers all."""
+    """The number of ranks over which the embedded engine's weights stay cut while it decodes: the tensor axis, but 1
+    with an expert axis or in a pool of its own, where each engine has whole weights."""
     return case.size("tensor") if case.size("expert") == 1 and case.sampling and case.sampling.pool is None else 1
 
 
 def _embedded(
     case: Case, sampling: PlannedSampling, engine: _Engine, rest: Mapping[str, float]
 ) -> tuple[dict[str, float], int, int]:
-    """Bytes by kind, the rows that decode together, and the number of such waves, as the engine schedules them."""
+    """Plan the embedded engine's schedule: bytes by kind, the rows that decode together, and the number of waves of
+    such rows."""
     recorded = case.hardware.on_gpu and engine.cut == 1
     row, n = engine.row(ALIGNED if recorded else 1), sampling.n
     gathered, made = _gathered(case, sampling, engine), _made(case, engine)
@@ -236,15 +239,15 @@ def _embedded(
 
 
 def _gathered(case: Case, sampling: PlannedSampling, engine: _Engine) -> float:
-    """Bytes of the embedded engine's weights that a rank holds besides its parts: gathered from cast parts, or received
-    from elsewhere in their own dtype."""
+    """Bytes of weights that a rank holds for the embedded engine besides its own shards: gathered from shards in the
+    engine's dtype, or received from the host or another process. 0 if it uses the trainer's tensors."""
     away = sampling.pool is not None or case.offload == "all"
     dtype = _narrow(case, engine) if _cut(case, engine) else _kept(case)
     return float(engine.numbers * dtype.itemsize) if away or _cut(case, engine) else 0.0
 
 
 def _cut(case: Case, engine: _Engine) -> bool:
-    """Whether ranks hold parts of the weights that the engine runs."""
+    """Whether each trainer rank holds only a part of the weights that an engine's rank needs."""
     return case.shards > 1 or case.size("pipeline") > 1 or engine.cut < case.size("tensor")
 
 
@@ -280,7 +283,7 @@ def _made(case: Case, engine: _Engine) -> float:
 def _vllm(
     case: Case, sampling: PlannedSampling, engine: _Engine, rest: Mapping[str, float]
 ) -> tuple[dict[str, float], int, float]:
-    """Bytes by kind, the rows that decode together, and the bytes that updates cannot use."""
+    """Plan a vLLM engine: bytes by kind, the rows that decode together, and the bytes that it keeps during updates."""
     own = {} if sampling.apart or sampling.pool is not None else dict(rest)
     hardware, weights = case.hardware, float(engine.numbers * engine.dtype.itemsize)
     trainer = overhead(hardware, case.groups, 0) if own else 0.0
@@ -348,7 +351,8 @@ def _peak(case: Case, engine: _Engine) -> float:
 
 
 def _weights(case: Case, sampling: PlannedSampling, engine: _Engine) -> tuple[float, float, float]:
-    """Bytes that a rank sends for whole weights, bytes that an engine is sent, and the seconds of both."""
+    """The cost of getting weights to an engine: bytes that a rank sends to the others so that they have whole weights,
+    bytes that an engine is sent, and the seconds of both."""
     every = sum(shape.numel() for shape in engine.model.whole_shapes.values())
     if sampling.pool is not None:
         sent = float(every * case.dtype.itemsize)

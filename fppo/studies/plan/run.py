@@ -27,13 +27,14 @@ from fppo.studies.plan.passes import LOG_PROBS
 
 
 def case_of(of: TrainSettings, options: PlanSettings) -> Case:
-    """The case of a run. Raises ValueError for an unknown model or GPU."""
+    """The case to plan for a run: one update's mini-batch in as few passes as the token budget allows. Raises
+    ValueError for an unknown model or GPU."""
     case = budgeted(of, options)
     return with_sequences(case, of.actor.mini_batch(of.rollout.batch_size, of.rollout.n))
 
 
 def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
-    """The case of a run, with passes of the actor's full token budget."""
+    """The case to plan for a run, with passes of the actor's full token budget whatever the size of a mini-batch."""
     numbers = {name: getattr(options, name) for name in NUMBERS}
     hardware = hardware_of(options.gpu or USUAL, numbers | {"memory": options.memory and options.memory * GIB})
     name, config = config_of(of.model.path, changes=of.model.config)
@@ -82,25 +83,27 @@ def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
 
 
 def _teacher(of: TrainSettings) -> PreTrainedConfig | None:
-    """The config of the teacher; None without one."""
+    """The config of the teacher's model; None for a run without a teacher."""
     path = of.model.teacher_path if of.uses_teacher else None
     return None if path is None else config_of(path, "model.teacher_path", of.model.config)[1]
 
 
 def _tokens(section: ActorSettings | CriticSettings, of: TrainSettings, together: float) -> int:
-    """The most distinct tokens of a pass in an update, with all rows at their maximal length."""
+    """The largest number of distinct tokens in one pass of an update, if all rows have the maximal length: the
+    section's token budget or, without one, the tokens of its micro-batch, where each `together` rows share a prompt."""
     size, tokens = section.passes
     length = of.data.max_prompt_tokens + of.rollout.max_tokens
     return max(length, tokens or _distinct(of, size or 1, together))
 
 
 def _distinct(of: TrainSettings, rows: int, together: float) -> int:
-    """Distinct tokens of `rows` rows, of which `together` share a prompt."""
+    """The number of distinct tokens in `rows` rows of maximal length, if each `together` rows share a prompt."""
     return math.ceil(rows / together) * of.data.max_prompt_tokens + rows * of.rollout.max_tokens
 
 
 def _together(of: TrainSettings) -> tuple[float, float]:
-    """Rows per prompt in the passes of an update, and in those of a batch, if rows share prompts; else 1.
+    """Mean number of rows that share a prompt, in the passes of an update and in passes over the whole batch; 1 if the
+    run does not share prompts.
 
     If mini-batches of m rows are drawn by rows from B rows, with n for each prompt, a mini-batch has none of a prompt's
     rows with probability C(B - n, m) / C(B, m).
@@ -141,7 +144,7 @@ def _sampling(of: TrainSettings) -> PlannedSampling:
 
 
 def _rank(lora: LoraSettings) -> int:
-    """The rank of the policy's adapter; 0 without one."""
+    """The rank (size) of the policy's adapter, read from its files if the settings name any; 0 without an adapter."""
     if lora.path is None:
         return lora.rank
     return json_of((Path(lora.path) / "adapter_config.json").read_text(encoding="utf-8"))["r"]
@@ -178,7 +181,7 @@ def _roles(of: TrainSettings, length: int, together: float) -> dict[str, Role]:
 
 
 def part_of(case: Case, models: Sequence[str]) -> Case:
-    """The case of a pool with only these models."""
+    """The part of a case that runs in a pool: only the `models` of these names."""
     return attrs.evolve(
         case,
         only=tuple(models),
@@ -191,7 +194,8 @@ def part_of(case: Case, models: Sequence[str]) -> Case:
 
 
 def engines_of(of: TrainSettings, options: PlanSettings, pool: str, columns: float) -> Case:
-    """The case of a run's engines in a pool of their own; each answers requests as it becomes free."""
+    """The case to plan for a run's engines in the pool of this name, where an engine takes a new request whenever it is
+    free. `columns` are the bytes of the batch's columns."""
     case = case_of(attrs.evolve(of, mesh=MeshSettings(shard=1)), attrs.evolve(options, gpus=None))
     sampling = _sampling(of)
     rows = of.placement.engines.rows if of.rollout.engine == "embedded" else sampling.max_rows

@@ -133,8 +133,8 @@ def _budgets(case: Case) -> list[int]:
 
 
 def _longer_axes(case: Case, axis: str) -> Iterator[Flags]:
-    """Meshes with more ranks for the same rows or experts, taken from ranks with other rows; inside a node, except for
-    a pipeline."""
+    """Yield changes of the mesh that make an axis 2, 4 or 8 times as long, and the replicate or the shard axis shorter
+    by the same factor. All axes but the pipeline stay inside a node."""
     for n in (2, 4, 8):
         size = case.size(axis) * n
         for name in ("replicate", "shard"):
@@ -170,7 +170,8 @@ def _fitting(case: Case, flags: Flags, built: Built) -> Remedy | None:
 
 
 def _too_large(case: Case, built: Built) -> bool:
-    """Whether a formula, which knows no adapters and no pools, excludes a case without a plan."""
+    """Whether a quick formula shows that a case cannot fit, so that it need not be planned. The formula does not apply
+    to adapters and pools: for these the answer is False."""
     if case.lora is not None or case.only is not None:
         return False
     facts = {name: facts_of(case, built.model(case, name)) for name in models_of(case)}
@@ -186,7 +187,7 @@ def _helps(family: Sequence[Flags], base: Plan) -> bool:
 
 
 def _first(case: Case, options: Sequence[Flags], built: Built) -> Remedy | None:
-    """The smallest change of a family with which the case fits."""
+    """The first of `options`, changes in order of size, with which the case fits; None if there is none."""
     return next((remedy for flags in options if (remedy := _fitting(case, flags, built)) is not None), None)
 
 
@@ -227,7 +228,7 @@ DIVIDING = ("expert", "sequence", "tensor")  # axes that must divide sizes of a 
 
 @attrs.frozen
 class Candidate:
-    """A mesh with the formula's estimate."""
+    """A mesh that a search considers, with a rough estimate of its time and memory."""
 
     case: Case
     rough: Rough
@@ -331,7 +332,8 @@ def _unused(case: Case, sequences: int, facts: Mapping[str, Facts]) -> str | Non
 
 
 def _undivided(case: Case, *sizes: int) -> str | None:
-    """The first problem of the case on a mesh with the axes of `DIVIDING` in these sizes, or None."""
+    """The first problem of the case on a mesh of these `sizes` of the expert, sequence and tensor axes (`DIVIDING`);
+    None if the axes divide the model."""
     mesh = dict(zip(DIVIDING, sizes, strict=True))
     wrong = problems(attrs.evolve(case, mesh=mesh, virtual_stages=1))
     return wrong[0] if wrong else None

@@ -171,7 +171,7 @@ def _head(case: Case, parameters: Mapping[str, int]) -> Section:
 
 
 def _shared(case: Case) -> list[str]:
-    """A line on the computed fraction of passes, where rows share prompts."""
+    """A line on the tokens that passes compute if rows share prompts; none otherwise."""
     if case.together == case.forward_together == 1:
         return []
     update, forward = (
@@ -269,8 +269,8 @@ def _time(plan: Plan) -> Section:
 
 
 def _updated(case: Case) -> str:
-    """The words for what the stages of a plan do: a step without its rollout or, of a step with several mini-batches,
-    the part of one of them."""
+    """The part of a step that the planned stages cover, in words: all of it but the rollout or, if a step has several
+    mini-batches, the part of one mini-batch."""
     rows, sampled = case.mini_batch, None if case.sampling is None else case.sampling.sequences
     if sampled is None or sampled <= rows:
         return "a step without the rollout"
@@ -397,7 +397,7 @@ def numbers_of_search(found: SearchResult) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A record as a JSON value: its fields, and the numbers derived from them; a config by its type."""
+    """A value as JSON can hold it: a record as its fields and its numeric properties, a model's config as its type."""
     cls = type(value)
     if attrs.has(cls) or hasattr(value, "_fields"):
         names = [field.name for field in attrs.fields(cls)] if attrs.has(cls) else value._fields

@@ -96,7 +96,7 @@ ADAMW_TRAFFIC = 7 / 4  # parameters, gradients and moments are read; all but the
 
 
 class DispatchCounter(NamedTuple):
-    """Facts about an operation that each of its calls needs."""
+    """Facts about an operation of torch, cached because the tracker needs them at every call."""
 
     name: str
     marks: bool  # whether each layer has a call of its own
@@ -106,7 +106,7 @@ class DispatchCounter(NamedTuple):
 
 @functools.cache
 def dispatched(func: Any) -> DispatchCounter:
-    """The facts about an operation, by its plain name."""
+    """Look up the name of an operation of torch, and whether it is attention or writes in place (cached)."""
     name = func._schema.name.rpartition("::")[2]
     attention = "attention" in name and "fused_sdp_choice" not in name
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
@@ -114,8 +114,8 @@ def dispatched(func: Any) -> DispatchCounter:
 
 
 def grouped_product(func: Any, args: Sequence[Any]) -> Tensor | None:
-    """The result of a grouped matrix product of experts on tensors without data, where torch cannot compute its shape;
-    None for other operations."""
+    """An empty result for a grouped matrix product of experts on tensors without data, in dtypes for which torch cannot
+    compute the shape; None for other operations."""
     if dispatched(func).name != "_grouped_mm" or args[0].dtype == torch.bfloat16:
         return None
     left, right, offsets = args[:3]
@@ -289,7 +289,7 @@ _ELSEWHERE = (HOST, AWAY)
 
 
 class _Block:
-    """A storage."""
+    """A tracked storage: its bytes, its kind, and the backward pass in which it was created."""
 
     __slots__ = ("bytes", "kind", "ref", "task")
 
@@ -301,9 +301,9 @@ class _Block:
 class Tracker(TorchDispatchMode):
     """A context in which every operation of this thread is recorded.
 
-    `hold` declares tensors that exist before; `scoped` marks functions whose storages are of a kind; `begin_pass` marks
-    the start of a forward pass; `sent` counts collectives. `phases` are the recorded phases, in order. With `on_gpu`
-    the workspace of a GPU's attention kernels counts, which no operation shows.
+    `hold` declares tensors that exist before; `scoped` marks functions whose storages are of a given kind; `begin_pass`
+    marks the start of a forward pass; `sent` counts collectives. `phases` returns the recorded phases, in order. With
+    `on_gpu` the workspace of a GPU's attention kernels is added, since no operation shows it.
     """
 
     def __init__(self, *, on_gpu: bool = False) -> None:
@@ -349,12 +349,12 @@ class Tracker(TorchDispatchMode):
             self._scope = before
 
     def begin_pass(self) -> None:
-        """Record the start of a forward pass that no action announces."""
+        """Record the start of a forward pass, unless a pipeline's actions mark the passes (`began`)."""
         if not self._told:
             self._begin("forward")
 
     def began(self, action: Action) -> None:
-        """Record the start of an action, on a pipeline rank that runs one pass at a time."""
+        """Record the start of a pass by the action of a pipeline rank, which runs one pass at a time."""
         self._told = True
         self._begin(action.kind)
 
@@ -501,7 +501,8 @@ class Tracker(TorchDispatchMode):
 
 
 def _run(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func(*args, **kwargs)`; for tensors without data by their own rule, without torch's two dispatch steps."""
+    """Run `func(*args, **kwargs)`. Tensors without data (FakeTensor) are dispatched to their own mode directly, which
+    saves two of torch's dispatch steps."""
     fake = next((x for x in _tensors((*args, *kwargs.values())) if isinstance(x, FakeTensor)), None)
     if fake is None or func in _OF_SIZES:
         return func(*args, **kwargs)

@@ -65,7 +65,8 @@ def grouped(core: Any, config: Any, name: str, scores: Tensor, mask: Tensor, gro
 
 
 def _twin(name: str) -> Callable[..., Any] | None:
-    """fppo's loss of the same name with its default keywords, if there is one."""
+    """The loss of fppo that corresponds to verl's loss `name`, with keywords of the same meaning; None if there is
+    none."""
     ours = {"vanilla": "ppo_clip", "geo_mean": "gmpo"}.get(name, name)
     settings = {"gspo": {"clip_low": CLIP, "clip_high": CLIP}, "dppo_tv": {"max_ratio": 3.0}}
     settings["dppo_kl"] = settings["dppo_tv"]
