@@ -71,7 +71,7 @@ class RowInputs:
     tensors: Mapping[str, Tensor]  # by the model's argument names, such as "pixel_values" and "image_grid_thw"
     places: Tensor  # [M] int64: indices of the row's placeholder tokens of image features, ascending
     shown: Tensor  # [K, h, w, 3] uint8: thumbnails of its images, and of a few frames of its videos
-    video_places: Tensor = attrs.field(factory=_no_places)  # [N] int64: placeholders of videos
+    video_places: Tensor = attrs.field(factory=_no_places)  # [N] int64: indices of placeholders of video features
     # [K] int64: the image or video of each thumbnail, numbered in the order of the prompt
     shown_of: Tensor = attrs.field(default=attrs.Factory(_each_alone, takes_self=True))
     _digests: dict[tuple[int, ...], str] = attrs.field(factory=dict, init=False)  # by the versions of the tensors
