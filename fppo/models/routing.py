@@ -38,8 +38,8 @@ class Routed(NamedTuple):
 
 
 class Routes:
-    """The choices of one pass's routers, by router index. `again` [N, L, k] int64 has choices to replay; `own` also
-    records the choices without replay."""
+    """The choices of experts that the routers make in one pass, by router index (`routed`). If given, the choices
+    `again` [N, L, k] int64 are replayed; with `own` the choices without replay are recorded too."""
 
     def __init__(self, again: Tensor | None = None, *, own: bool = False) -> None:
         self.again, self.own = again, own
@@ -131,7 +131,8 @@ def experts_of(routed: Mapping[int, Routed], routers: Sequence[Router], like: Te
 
 
 def planned(config: PreTrainedConfig, rule: str, paths: Iterable[str]) -> list[str]:
-    """The paths, inside the base model, with this rule in transformers' plan of expert parallelism."""
+    """The paths of modules, among `paths` inside the base model, to which transformers' plan of expert parallelism
+    gives this rule."""
     plan: Mapping[str, str] = getattr(config, "base_model_ep_plan", None) or {}
     patterns = [re.escape(pattern).replace(r"\*", r"\d+") for pattern, own in plan.items() if own == rule]
     return [path for path in paths if any(re.fullmatch(pattern, path) for pattern in patterns)]
