@@ -83,8 +83,8 @@ def _chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _scan_(work: Tensor, length: int) -> Tensor:
-    """The reverse scan of the numbers work[0] with the decays work[1], both [n, T] and followed by zeros. `work` [4, n,
-    width] is overwritten.
+    """The reverse scan of the numbers work[0] with the decays work[1], both [n, T] and followed by zeros. `work`
+    [4, n, width] is overwritten.
 
     First the sum over the window t .. t + WINDOW - 1 and the product of its decays, for every t, by doubling; then y_t
     = sum_t + product_t * y_{t + WINDOW}, for a whole window of t at a time.

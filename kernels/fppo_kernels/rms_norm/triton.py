@@ -20,7 +20,8 @@ INSTANCES = 512  # instances of the backward program at most, since each stores 
 
 
 def _cut(width: int, **asked: bool) -> dict[str, Any]:
-    """The numbers per instance, its warps, and the programs' other compile-time constants."""
+    """The compile-time constants of programs for rows of `width` numbers: the numbers per instance, its warps, and the
+    flags `asked`."""
     block = _triton.next_power_of_2(width)
     return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16), **asked}
 
