@@ -108,7 +108,8 @@ def is_textbook(kernel: Callable, example: LawExample, generator: torch.Generato
 def keeps_skipped(
     kernel: Callable, example: LawExample, generator: torch.Generator, *, case: AdamWScalars
 ) -> str | None:
-    """Describe the first change by a step with gradients that are not finite; None if there is none."""
+    """Describe the first change by a step that is to be skipped, with found_inf = 1 and infinite gradients; None if
+    there is none."""
     state, names = _start(example), list(example.inputs)
     before = state.copy()
     grads = [torch.full_like(g, torch.inf) for g in _grads(example, 0)]

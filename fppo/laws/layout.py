@@ -39,7 +39,8 @@ TOLERANCE = 1e-10
 
 @attrs.frozen
 class MeshCase:
-    """A mesh, with what is sharded on it, the model's number of layers, and the distribution and cut of a batch."""
+    """A mesh, the sharding and the number of layers of a model on it, the options of its passes, and the sizes of their
+    micro-batches."""
 
     axes: Mapping[str, int]
     stage: int | None = None

@@ -43,8 +43,8 @@ class SmallWorld:
         return every.gather(3, self.tokens.expand(len(logits), -1, -1)[..., None])[..., 0].where(self.mask, 0.0)
 
     def values(self, kl_coef: float = 0.0) -> Tensor:
-        """The critic's value before each token, [P, S, W]: the expected score, minus kl_coef * the KL estimate k1 of
-        later tokens, plus the place's error; 0 outside the mask."""
+        """The critic's value before each token, [P, S, W]: the expectation of the score minus kl_coef * the KL
+        estimates k1 of the tokens from it on, plus the place's error; 0 outside the mask."""
         log_p = self.log_probs(self.logits)
         away = (log_p - self.log_probs(self.ref_logits)).flip(-1).cumsum(-1).flip(-1)
         to_go = self.scores[..., None] - kl_coef * away

@@ -163,8 +163,7 @@ def _returns(rewards: Numbers, gamma: float) -> Numbers:
 
 
 def _gae(rewards: Numbers, values: Numbers, gamma: float, lam: float) -> Numbers:
-    """The sum over l of (gamma lam)^l delta_{t + l}, for each token t, with delta_t = r_t + gamma V_{t + 1} - V_t:
-    GAE's definition."""
+    """The sum over l of (gamma lam)^l delta_{t + l} for each token t, delta_t = r_t + gamma V_{t + 1} - V_t (GAE)."""
     v = [*values, 0.0]
     delta = [rewards[t] + gamma * v[t + 1] - v[t] for t in range(len(rewards))]
     return [sum((gamma * lam) ** (j - t) * delta[j] for j in range(t, len(delta))) for t in range(len(delta))]
