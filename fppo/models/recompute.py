@@ -60,7 +60,7 @@ class _OuterTensor(NamedTuple):
 
 
 class _AttentionCall(NamedTuple):
-    """The record of a call of attention for its recomputation."""
+    """The record of a call of attention, from which a recomputed layer repeats it without computing it."""
 
     output: Any
     trains: bool

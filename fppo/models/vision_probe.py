@@ -56,8 +56,8 @@ def _shorten(tower: Any) -> None:
 
 
 def _narrow(tower: Any, before: int, hidden: int) -> None:
-    """Reduce the tower to two heads, a narrow block and an image of few patches; widths equal to the text's follow
-    it."""
+    """Reduce the tower to two heads, a narrow block and an image of few patches; its other widths that equal the text
+    model's, `before`, become `hidden`."""
     own = vars(tower)
     width = "embed_dim" if "embed_dim" in own else "hidden_size"
     heads = next((name for name in ("num_heads", "num_attention_heads") if name in own), None)
