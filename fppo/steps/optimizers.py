@@ -30,8 +30,8 @@ class Update(Protocol):
     """Compute new parameters, new optimizer state, and metrics, from gradients that are already summed over all ranks.
 
     `step` is the number of earlier updates, or the position on the schedule (`steps.clock`), which may have a fraction.
-    On a mesh that cuts parameters all three trees are shards. With `donate` the function takes over the memory of all
-    three, and leaves them empty.
+    On a mesh that cuts parameters, parameters, gradients and state are shards. With `donate` the function takes over
+    the memory of all three trees, and leaves them empty.
     """
 
     def __call__(

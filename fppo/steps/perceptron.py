@@ -52,8 +52,8 @@ def init_perceptron(key: Key, inputs: int, *, width: int, outputs: int, members:
 
 
 def perceptron(params: Params, seen: Float[Tensor, "b t f"]) -> Float[Tensor, "*n b t k"]:
-    """Compute the outputs [B, T, K] of a perceptron for features `seen` [B, T, F], or of an ensemble's N members, [N,
-    B, T, K]."""
+    """Compute the outputs [B, T, K] of a perceptron for features `seen` [B, T, F], or of an ensemble's N members,
+    [N, B, T, K]."""
     seen = seen.to(params["in_weight"].dtype)
     if params["in_weight"].dim() == 2:
         hidden = F.gelu(F.linear(seen, params["in_weight"], params["in_bias"]))

@@ -69,8 +69,8 @@ class SortedRows(NamedTuple):
 
 
 class PackedPieces(NamedTuple):
-    """Rows [B, S] as a packed row of N distinct tokens: first all pieces without a parent, then those that follow
-    them."""
+    """Rows [B, S] as a packed row of N distinct tokens: first all pieces without a parent, then their children, and so
+    on."""
 
     pieces: list[Branch]
     index: Int[Tensor, " n"]  # pyright: ignore[reportIncompatibleMethodOverride]  # in [B * S], of each token
