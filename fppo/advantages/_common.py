@@ -46,8 +46,8 @@ def on_mask(x: Tokens, mask: Mask) -> Tokens:
 
 
 def spread(x: Rows, scores: Rows, mask: Mask) -> Advantages:
-    """Broadcast one number per row to the row's tokens: advantages `x` [B] float64, and returns `scores` [B], both [B,
-    T] in the dtype of the scores, 0 outside the mask."""
+    """Broadcast one number per row to the row's tokens: advantages `x` [B] float64, and returns `scores` [B], both
+    [B, T] in the dtype of the scores, 0 outside the mask."""
     dtype = scores.dtype
     return Advantages(x.to(dtype)[:, None].where(mask, 0.0), scores.detach()[:, None].where(mask, 0.0))
 

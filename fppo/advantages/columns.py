@@ -125,8 +125,8 @@ def reads(fn: Estimator, column: str) -> bool:
 
 
 def whitens(fn: Estimator) -> bool:
-    """True if an estimator's advantages are whitened once rows have left the mask: if it reads values, or its own
-    formula whitens (`advantages.WHITENED`)."""
+    """True if an estimator's advantages are whitened once rows have left the mask: if it reads values, or is one of
+    `advantages.WHITENED`, whose own formula whitens."""
     plain = fn.fn if isinstance(fn, OfRows) else fn
     plain = plain.func if isinstance(plain, partial) else plain
     return reads(fn, "values") or plain in advantages.WHITENED

@@ -25,12 +25,13 @@ def optimal_token_baseline(
 ) -> Advantages:
     """G_k - B_k with B_k = sum_i G_ik W_ik / sum_i W_ik over the group's rows that have a k-th token.
 
-    G is the undiscounted reward-to-go of the token `rewards` [B, T], W_k the sum over the row's first k tokens of 1 - 2
-    pi + sum pi^2: pi = exp(log_probs) of the token taken, sum_squared_probs over the vocabulary, both [B, T] under the
-    policy that is trained. `correction` [B, T], the importance weights of the rollout, multiplies each term by its
-    square. Tokens are counted along the mask, so tokens between two turns have no effect. Where no other row has a k-th
-    token, the baseline is that of the last token that another row has too, and the only row of a group gets 0; so a
-    constant added to all returns of a group changes no advantage. Where all weights are 0, all rows have equal weights.
+    G is the undiscounted reward-to-go of the token `rewards` [B, T], W_k the sum over the row's first k tokens of
+    1 - 2 pi + sum pi^2: pi = exp(log_probs) of the token taken, sum_squared_probs over the vocabulary, both [B, T]
+    under the policy that is trained. `correction` [B, T], the importance weights of the rollout, multiplies each term
+    by its square. Tokens are counted along the mask, so tokens between two turns have no effect. Where no other row has
+    a k-th token, the baseline is that of the last token that another row has too, and the only row of a group gets 0;
+    so a constant added to all returns of a group changes no advantage. Where all weights are 0, all rows have equal
+    weights.
 
     The baseline includes the row's own return, as in verl, which biases the gradient: it is shorter, and turned by 9 %
     of its size with groups of 2 and 10 % with groups of 4 (responses of 1 to 3 tokens). With `leave_one_out` the sums
