@@ -32,8 +32,8 @@ SCORE = "score"  # the name of a world's single score
 
 @attrs.frozen
 class KL:
-    """A KL estimate of a step: its kind and coefficient, `where` it is used, and the divergence `of` which it should
-    have the gradient.
+    """A KL estimate of a step: its kind and coefficient, `where` it is used, and `of`, the divergence whose gradient it
+    should have.
 
     Raises ValueError for another place than "reward" or "loss", another kind, and an unknown divergence.
     """

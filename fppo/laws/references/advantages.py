@@ -201,8 +201,8 @@ def gae(
     lam_alpha: float | None = None,
 ) -> Advantages:
     """The sum over l of (gamma lam)^l delta_{t + l}, with delta_t = r_t + gamma V_{t + 1} - V_t. Returns are the values
-    plus such a sum with `critic_lam` in place of lam. With `lam_alpha` a row of n tokens has lam = max(0, 1 - 1 /
-    (lam_alpha n))."""
+    plus such a sum with `critic_lam` in place of lam. With `lam_alpha` a row of n tokens has lam =
+    max(0, 1 - 1 / (lam_alpha n))."""
 
     def of_row(r: Numbers, v: Numbers) -> tuple[Numbers, Numbers]:
         own = lam if lam_alpha is None else max(0.0, 1 - 1 / (lam_alpha * len(r)))
