@@ -42,8 +42,8 @@ def printable(text: str, most: int = MOST, *, lines: bool = False) -> str:
 
 
 def shown(value: Any, most: int = 200) -> str:
-    """The repr of a value that comes from data, for a message: one line of at most `most` characters, also if the repr
-    raises."""
+    """The repr of a value that comes from data, for a message: one line with its first `most` characters, also if the
+    repr raises."""
     try:
         text = repr(value)
     except Exception as error:

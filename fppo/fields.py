@@ -86,8 +86,8 @@ def fields_of(cls: type) -> list[attrs.Attribute]:
 
 
 def table_of(cls: type) -> Mapping[str, tuple[str, ...]] | None:
-    """The functions that a section's `name` chooses from, by name, each with its parameters (`settings.component`);
-    None for a section that chooses no function."""
+    """The functions that a section's `name` chooses from: each name with its functions as "module:function"
+    (`settings.component`). None for a section that chooses no function."""
     field = attrs.fields_dict(cls).get("name")
     return None if field is None else field.metadata.get("table")
 
