@@ -198,7 +198,8 @@ class _Stream:
         return fsdp.begin_gather(shards, self._shapes[number], self._dtypes[number], self._axes[number])
 
     def take(self, number: int, step: int) -> tuple[Tensor, ...]:
-        """The whole tensors of a group; starts to gather the group `step` further on first."""
+        """The whole tensors of group `number`; starts to gather the group `step` places further on before it waits for
+        them."""
         finish = self._begun.pop(number, None) or self._begin(number)
         after = number + step
         if (self._mesh.sharding or Sharding()).prefetch and 0 < after < len(self._groups):
