@@ -42,7 +42,8 @@ def printable(text: str, most: int = MOST, *, lines: bool = False) -> str:
 
 
 def shown(value: Any, most: int = 200) -> str:
-    """The repr of a value of data for a message: one line, its first `most` characters, even if the repr raises."""
+    """The repr of a value that comes from data, for a message: one line with its first `most` characters, also if the
+    repr raises."""
     try:
         text = repr(value)
     except Exception as error:
@@ -51,7 +52,7 @@ def shown(value: Any, most: int = 200) -> str:
 
 
 def listed(names: Iterable[Any], most: int = 1000) -> str:
-    """Sorted names from data for a message, cut to about `most` characters."""
+    """The sorted list of names that come from data, as text for a message, cut to about `most` characters."""
     return shown(sorted(map(str, names)), most)
 
 
@@ -65,7 +66,7 @@ def words_of(error: BaseException, most: int = MOST) -> str:
 
 
 def json_of(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON, with objects made by `pairs` if given.
+    """Parse JSON. `pairs` makes an object of its list of (key, value); None: a dict.
 
     Raises ValueError for invalid JSON, and for values nested more than `DEEPEST` deep.
     """
@@ -78,7 +79,8 @@ def json_of(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] 
 
 
 def check_depth(value: T) -> T:
-    """Return a value, or raise ValueError if its tables and lists are nested more than `DEEPEST` deep."""
+    """Return a value of parsed data, or raise ValueError if its mappings and lists are nested more than `DEEPEST`
+    deep."""
     inside: list[Any] = [value]
     for _ in range(DEEPEST + 1):
         inside = list({id(x): x for each in inside for x in _held(each)}.values())
@@ -88,7 +90,7 @@ def check_depth(value: T) -> T:
 
 
 def _held(value: Any) -> Iterable[Any]:
-    """The tables and lists directly inside a value."""
+    """The mappings and lists directly inside a mapping or a list; none for any other value."""
     held = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     return (x for x in held if isinstance(x, Mapping | list | tuple))
 
@@ -104,7 +106,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def no_exit() -> Iterator[None]:
-    """A context that turns `sys.exit` into RunFailed, since an exit would look like the regular end of a run."""
+    """A context in which `sys.exit` raises RunFailed, since an exit would look like the regular end of a run."""
     try:
         yield
     except SystemExit as error:
@@ -112,7 +114,8 @@ def no_exit() -> Iterator[None]:
 
 
 def of_exit(error: SystemExit) -> str:
-    """The message on a call of `sys.exit`: the function, the code, and the remedy."""
+    """The error message about a call of `sys.exit` in the user's code: the function that called, the code, and the
+    remedy."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_of_python(frame.filename)]
     place = "a function"
     if frames:

@@ -13,7 +13,8 @@ from typing import Any
 def lazily(package: str, file: str) -> Callable[[str], Any]:
     """Make a package's `__getattr__`, which imports at first use what `file` imports under TYPE_CHECKING.
 
-    So the file says only once where each name is defined. Python looks up its ordinary imports without `__getattr__`.
+    So the imports under TYPE_CHECKING alone say where each name is defined. Python does not call `__getattr__` for
+    names that `file` imports at once.
     """
 
     @cache

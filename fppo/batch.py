@@ -65,19 +65,19 @@ def _each_alone(inputs: RowInputs) -> Tensor:
 class RowInputs:
     """A row's inputs to a model other than tokens (images, videos), of row-dependent sizes; shared by rows of a prompt.
 
-    Tokens are counted without padding.
+    Indices of tokens count only a row's real tokens, without padding.
     """
 
     tensors: Mapping[str, Tensor]  # by the model's argument names, such as "pixel_values" and "image_grid_thw"
     places: Tensor  # [M] int64: indices of the row's placeholder tokens of image features, ascending
     shown: Tensor  # [K, h, w, 3] uint8: thumbnails of its images, and of a few frames of its videos
-    video_places: Tensor = attrs.field(factory=_no_places)  # [N] int64: likewise for video features
+    video_places: Tensor = attrs.field(factory=_no_places)  # [N] int64: indices of placeholders of video features
     # [K] int64: the image or video of each thumbnail, numbered in the order of the prompt
     shown_of: Tensor = attrs.field(default=attrs.Factory(_each_alone, takes_self=True))
     _digests: dict[tuple[int, ...], str] = attrs.field(factory=dict, init=False)  # by the versions of the tensors
 
     def named(self) -> dict[str, Tensor]:
-        """All tensors by name."""
+        """All tensors by name: the model's arguments by their names, and the other fields."""
         beside = self.places, self.shown, self.video_places, self.shown_of
         return {**dict(zip(_BESIDE, beside, strict=True)), **self.tensors}
 
@@ -107,7 +107,7 @@ class RowInputs:
 
     @staticmethod
     def of(named: Mapping[str, Tensor]) -> RowInputs:
-        """The inputs from the result of `named`."""
+        """Make the inputs from tensors by name, as `named` returns them."""
         tensors = {name: x for name, x in named.items() if name not in _BESIDE}
         return RowInputs(tensors, *(named[name] for name in _BESIDE))
 
@@ -172,7 +172,7 @@ class Rollout(Prompts):
 class Scored(Rollout):
     """A rollout with one score per row, and the scores of the reward's terms by name; nan is a missing score.
 
-    `outcomes` are the scores without shaping terms, such as a penalty for length, if there are any.
+    `outcomes` are the scores without shaping terms, such as a penalty for length, if the reward has such terms.
     """
 
     scores: Tensor  # [B] float32
@@ -195,7 +195,8 @@ class Scored(Rollout):
 
 @state
 class Annotated(Scored):
-    """Scored rows with the outputs of the models before the update; zero outside the response mask."""
+    """Scored rows with the outputs of the models on them before the update, which are zero outside the response
+    mask."""
 
     old_log_probs: Tensor  # [B, T] float32
     ref_log_probs: Tensor | None = None  # [B, T] float32
@@ -219,7 +220,7 @@ class Experience(Annotated):
 
 
 def num_rows(record: Any) -> int:
-    """The number of rows. Raises ValueError if the columns disagree."""
+    """The number of rows of a record. Raises ValueError if its columns have different numbers."""
     sizes = {path: len(leaf) for path, leaf in tree.leaves_with_paths(record)}
     if len(set(sizes.values())) != 1:
         raise ValueError(f"the columns of a {type(record).__name__} differ in length: {sizes}")
@@ -390,7 +391,7 @@ def save(record: Any, path: str | os.PathLike[str]) -> None:
 
 
 def load(cls: type[R], path: str | os.PathLike[str]) -> R:
-    """The record that `save` wrote. Raises ValueError for another type of record or a damaged file."""
+    """Read a record that `save` wrote, as a `cls`. Raises ValueError for another type of record or a damaged file."""
     try:
         with safe_open(Path(path), "pt") as file:
             metadata = file.metadata() or {}

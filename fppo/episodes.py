@@ -125,7 +125,7 @@ def _response_columns(record: Rollout) -> Iterator[tuple[str, Tensor, int]]:
 
 
 class EpisodeCut(NamedTuple):
-    """A row that is cut out of an episode."""
+    """One row that is cut out of an episode: the tokens of its prompt, and where its response begins."""
 
     prompt: Sequence[int]
     start: int = 0  # its first position in the episode's response

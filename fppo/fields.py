@@ -51,7 +51,8 @@ class WrongSetting(ValueError):
 
 
 def said(error: ValueError) -> Problem:
-    """The problem that an error describes; of other errors than WrongSetting, the text reads "setting: text"."""
+    """The problem that an error describes: that of a WrongSetting, or of the text "setting: text" of another
+    ValueError."""
     path, _, text = str(error).partition(": ")
     return error.problem if isinstance(error, WrongSetting) else Problem(path, attrs.NOTHING, text)
 
@@ -79,13 +80,14 @@ def name_of(field: attrs.Attribute) -> str:
 
 
 def fields_of(cls: type) -> list[attrs.Attribute]:
-    """The settings of a section: its fields, except `kept` ones and the one for a part's keywords
-    (`settings.component`)."""
+    """The settings of a section: its fields, except `kept` ones, and except the field that holds the keywords for a
+    component's function (`settings.component`)."""
     return [field for field in attrs.fields(cls) if not {"keywords", "kept"} & field.metadata.keys()]
 
 
 def table_of(cls: type) -> Mapping[str, tuple[str, ...]] | None:
-    """The table of functions that a part's name is chosen from (`settings.component`); None if no section of a part."""
+    """The functions that a section's `name` chooses from: each name with its functions as "module:function"
+    (`settings.component`). None for a section that chooses no function."""
     field = attrs.fields_dict(cls).get("name")
     return None if field is None else field.metadata.get("table")
 
@@ -115,7 +117,8 @@ def wrong(settings: Any, path: str, text: str) -> Problem:
 
 
 def unread(settings: Any, paths: Iterable[str], reader: str) -> Problems:
-    """Yield a problem for each setting at or below these paths that is not at its default: only `reader` reads them."""
+    """Yield a problem for each setting at or below these paths that is not at its default, though nothing reads it
+    here. `reader` says in words what would read it."""
     for path in paths:
         section, _, name = path.rpartition(".")
         of = value_at(settings, section)
@@ -135,7 +138,8 @@ def cluster_problems(settings: Any, path: str, words: tuple[str, ...]) -> Proble
 
 
 def wrong_values(section: Any, prefix: str = "") -> Problems:
-    """Yield a problem for each failed check of a field, through all sections."""
+    """Yield a problem for each value in a section, and in the sections inside it, that fails the check of its field.
+    `prefix` precedes the paths."""
     for field in fields_of(type(section)):
         value, path = getattr(section, field.name), f"{prefix}{name_of(field)}"
         if attrs.has(type(value)):
@@ -157,38 +161,38 @@ def flag_problems(options: Any) -> list[str]:
 
 
 def at_least(low: float) -> Check:
-    """The number is `low` or more."""
+    """Make the check that a number is `low` or more."""
     return lambda x: None if x is None or x >= low else f"must be {low} or more"
 
 
 def above(low: float) -> Check:
-    """The number is greater than `low`."""
+    """Make the check that a number is greater than `low`."""
     return lambda x: None if x is None or x > low else f"must be greater than {low}"
 
 
 def at_most(high: float) -> Check:
-    """The number is `high` or less."""
+    """Make the check that a number is `high` or less."""
     return lambda x: None if x is None or x <= high else f"must be {high} or less"
 
 
 def below(high: float) -> Check:
-    """The number is less than `high`."""
+    """Make the check that a number is less than `high`."""
     return lambda x: None if x is None or x < high else f"must be less than {high}"
 
 
 def temperature(value: float | None) -> str | None:
-    """The number divides logits without an overflow."""
+    """Check that logits can be divided by a number without an overflow; returns the problem, or None."""
     return None if not value or 1e-6 <= value <= 1e6 else "must be from 1e-06 to 1e+06"
 
 
 def nonempty(advice: str) -> Check:
-    """The text or list is not empty."""
+    """Make the check that a text or list is not empty; `advice` says how to set it."""
     return lambda x: None if x else f"is not set; {advice}"
 
 
 def place(value: str | tuple[str, ...] | None) -> str | None:
-    """The path, or each of several, is written out: only a shell replaces ~ and variables. This check also marks its
-    field as one for paths (`place_settings`)."""
+    """Check that a path, or each of several, is written out, since only a shell replaces ~ and variables; returns the
+    problem, or None. Fields with this check are the ones for paths (`place_settings`)."""
     names = () if value is None else value if isinstance(value, tuple) else (value,)
     return next((text for text in map(_not_written_out, names) if text is not None), None)
 
@@ -215,12 +219,13 @@ def place_settings(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def module_function(value: str | None) -> str | None:
-    """The text is module:function."""
+    """Check that a text has the form module:function; returns the problem, or None."""
     return None if value is None or FUNCTION.fullmatch(value) else "must be module:function"
 
 
 def output_file(value: str | None) -> str | None:
-    """The name is that of a file that can be written; "-" is standard output."""
+    """Check that a name is that of a file that can be written, or "-", standard output; returns the problem, or
+    None."""
     if value in (None, "-"):
         return None
     path = Path(value)

@@ -20,7 +20,7 @@ def variables(tree: Any) -> Any:
 def gradients(loss: torch.Tensor, tree: Any) -> Any:
     """The gradients of a 0-d loss with respect to the leaves of a tree of `variables`, as a tree like it; zeros for a
     leaf that the loss does not use. Computed by `torch.autograd.grad`, since `torch.func.grad` cannot run checkpointed
-    layers or collectives; inside a transform of torch.func, `value_and_grad` uses torch.func all the same."""
+    layers or collectives. (`value_and_grad` uses torch.func only inside its transforms.)"""
     leaves, spec = pytree.tree_flatten(tree)
     if not loss.requires_grad:  # every token was masked, or no leaf was used
         return pytree.tree_unflatten([torch.zeros_like(leaf) for leaf in leaves], spec)

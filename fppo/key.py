@@ -29,7 +29,8 @@ def _signed(x: int) -> int:
 
 
 def _mixed_each(x: _Integers) -> _Integers:
-    """`_mix` on int64 tensors or arrays; products wrap, and the arithmetic shifts are masked to logical ones."""
+    """Apply `_mix` to each number of an int64 tensor or array: products wrap, and the arithmetic shifts are masked to
+    logical ones."""
     x = x + _signed(0x9E3779B97F4A7C15)
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)

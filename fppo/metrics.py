@@ -62,7 +62,7 @@ for _kind in get_args(Metric):  # so that the structure of a tree with metrics c
 
 
 def mean(value: Tensor | float, count: Tensor | float = 1.0) -> Mean:
-    """The mean of `count` numbers with the sum `value`; by default a single number."""
+    """Make a `Mean` of `count` numbers whose sum is `value`; by default of a single number."""
     total = torch.as_tensor(value).detach().double()
     if isinstance(count, Tensor):
         return Mean(total, count.detach().to(total))
@@ -70,17 +70,17 @@ def mean(value: Tensor | float, count: Tensor | float = 1.0) -> Mean:
 
 
 def total(value: Tensor | float) -> Sum:
-    """A sum of one number."""
+    """Make a `Sum` of a single number."""
     return Sum(torch.as_tensor(value).detach().double())
 
 
 def spent(*spans: tuple[float, float]) -> Spent:
-    """The spans (start, duration) of stages, in seconds; none sum to 0."""
+    """Make a `Spent` of spans (start, duration) of time, in seconds; without any its sum is 0."""
     return Spent(torch.tensor(spans, dtype=torch.float64).reshape(-1, 2))
 
 
 def term(value: Tensor | float) -> Term:
-    """One pass's part of a term of a mini-batch's objective."""
+    """Make a `Term` of the part that one pass contributes to a term of a mini-batch's objective."""
     return Term(torch.as_tensor(value).detach().double())
 
 
@@ -90,13 +90,13 @@ def masked_mean(x: Tensor, mask: Tensor) -> Mean:
 
 
 def masked_max(x: Tensor, mask: Tensor) -> Max:
-    """The maximum of `x` where `mask` is True; -inf if it is nowhere."""
+    """The maximum of `x` where `mask` is True; -inf if the mask is True nowhere."""
     kept = x.detach().double().where(mask, -torch.inf).flatten()
     return Max(torch.cat([kept, kept.new_full((1,), -torch.inf)]).amax())
 
 
 def masked_min(x: Tensor, mask: Tensor) -> Min:
-    """The minimum of `x` where `mask` is True; inf if it is nowhere."""
+    """The minimum of `x` where `mask` is True; inf if the mask is True nowhere."""
     return Min(-masked_max(-x, mask).value)
 
 

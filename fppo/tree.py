@@ -77,7 +77,8 @@ def replace(record: T, **changes: Any) -> T:
 
 
 def map(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
-    """Apply `fn` to each tensor of a tree; other leaves stay as in the first tree."""
+    """Apply `fn` to each tensor of `tree`, and to the leaves in the same places of the trees `rest`. Other leaves of
+    `tree` stay."""
 
     def on_tensors(x: Any, *others: Any) -> Any:
         return fn(x, *others) if isinstance(x, Tensor) else x
@@ -113,7 +114,7 @@ _ANSWERED: frozenset[Any] = frozenset(getattr(Tensor, name).__get__ for name in 
 
 
 class Donated(Tensor):
-    """The empty remainder of a donated tensor: any use but of its shape, dtype and device raises RuntimeError."""
+    """An emptied tensor whose memory was donated: any use but of its shape, dtype and device raises RuntimeError."""
 
     @classmethod
     def __torch_function__(
@@ -135,7 +136,7 @@ class Donated(Tensor):
 def donate(tree: T) -> T:
     """Move the tensors of `tree` to a new tree that the caller may overwrite; `tree` is left empty.
 
-    A later use of the old tree's tensors raises RuntimeError (of subclasses of Tensor: sees an empty tensor).
+    A later use of the old tree's tensors raises RuntimeError (a tensor of a subclass is only empty).
     """
 
     def move(x: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ def on_mask(x: Tokens, mask: Mask) -> Tokens:
 
 
 def spread(x: Rows, scores: Rows, mask: Mask) -> Advantages:
-    """Broadcast one number per row to its tokens: advantages `x` [B] float64, returns `scores` [B], in their dtype."""
+    """Broadcast one number per row to the row's tokens: advantages `x` [B] float64, and returns `scores` [B], both
+    [B, T] in the dtype of the scores, 0 outside the mask."""
     dtype = scores.dtype
     return Advantages(x.to(dtype)[:, None].where(mask, 0.0), scores.detach()[:, None].where(mask, 0.0))
 
@@ -59,7 +60,8 @@ class Groups(NamedTuple):
     group_of: RowIds
 
     def reduce(self, x: Tensor, how: str) -> Tensor:
-        """The "sum", "max" or "min" of `x` [B, ...] over the rows of each row's group, [B, ...]; order-stable."""
+        """The "sum", "max" or "min" (`how`) of `x` [B, ...] over the rows of each row's group, [B, ...]. Rows of a
+        group are taken in their order, so results are reproducible."""
         if not x.numel():
             return x
         return torch.segment_reduce(x[self.order], how, lengths=self.lengths)[self.group_of]
@@ -73,7 +75,7 @@ def group_rows(groups: RowIds) -> Groups:
 
 
 def rounding(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The difference up to which numbers of `dtype` are equal, if the largest of them has the size `largest`."""
+    """The difference up to which numbers of `dtype` count as equal, given the size of the `largest` of them."""
     return _NOISE * torch.finfo(dtype).eps * largest
 
 
@@ -109,7 +111,8 @@ def equal_scores(scores: Rows, present: Bool[Tensor, " b"], groups: RowIds) -> B
 
 
 class Centred(NamedTuple):
-    """Scores relative to their group, each float64 [B]: deviation from the mean, unbiased std, rows in the group."""
+    """Scores relative to their group, each float64 [B]: the deviation from the group's mean, the group's unbiased std,
+    and its number of rows."""
 
     deviation: Rows
     std: Rows

@@ -51,8 +51,8 @@ class OfRows:
     rewards. With `by_turn` turns are compared in place of responses (`advantages.by_turn`).
 
     Raises ValueError for a parameter that is no column, a column that the rows lack, a correction without weights,
-    groups of one row each, for token rewards with a KL penalty in them where `fn` reads "named_scores" or no rewards at
-    all, and with `by_turn` for a function of other columns than scores, mask and groups.
+    groups of one row each, token rewards with a KL penalty in them where `fn` reads "named_scores" or no rewards at
+    all, and, with `by_turn`, a function of other columns than scores, mask and groups.
     """
 
     fn: Estimator
@@ -119,12 +119,14 @@ def columns_of(fn: Estimator) -> tuple[list[str], list[str]]:
 
 
 def reads(fn: Estimator, column: str) -> bool:
-    """Whether an estimator needs a column, by its name: "values" need a critic, "groups" several responses each."""
+    """Whether an estimator needs a column, by the column's name: "values" need a critic, "groups" several responses
+    each."""
     return column in columns_of(fn.fn if isinstance(fn, OfRows) else fn)[0]
 
 
 def whitens(fn: Estimator) -> bool:
-    """True if an estimator's advantages are whitened once rows have left the mask: if it reads values, or whitens."""
+    """True if an estimator's advantages are whitened once rows have left the mask: if it reads values, or is one of
+    `advantages.WHITENED`, whose own formula whitens."""
     plain = fn.fn if isinstance(fn, OfRows) else fn
     plain = plain.func if isinstance(plain, partial) else plain
     return reads(fn, "values") or plain in advantages.WHITENED
@@ -147,13 +149,14 @@ def of_values(fn: Estimator) -> Callable[[Tensor, Tensor, Tensor], Advantages]:
 
 
 def name_of(fn: Any) -> str:
-    """The name of an estimator in messages."""
+    """The name of an estimator, as messages give it."""
     fn = fn.func if isinstance(fn, partial) else fn
     return getattr(fn, "__name__", None) or type(fn).__name__
 
 
 def _compared(rows: Annotated) -> Tensor:
-    """The response mask without rows that have nothing to be compared with: all others of the group lack a score."""
+    """The response mask without the rows that have nothing to be compared with, because all other rows of their group
+    lack a score."""
     mask, group = rows.response_mask, group_rows(rows.groups).group_of
     there, missing = mask.any(1), rows.scores.isnan()
     left, lost = (torch.zeros_like(group).index_add(0, group, x.long())[group] for x in (there, missing))
@@ -161,7 +164,8 @@ def _compared(rows: Annotated) -> Tensor:
 
 
 def _check_alone(name: str, rows: Annotated, rewards: Tensor, why: str) -> None:
-    """Raise ValueError for token rewards that are not the scores alone."""
+    """Raise ValueError if token rewards hold more than the rows' scores, such as a KL penalty; `name` is the
+    estimator's, and `why` says why it needs the scores alone."""
     alone = advantages.token_rewards(rows.scores, rows.response_mask, turns=rows.turn_rewards)
     if (rewards != alone.to(rewards)).any():
         raise ValueError(

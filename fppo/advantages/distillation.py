@@ -29,12 +29,12 @@ def reverse_kl(
     s is the row's next token in the mask. The mean gradient is that of coef * KL(policy || teacher): with `gamma` 0 of
     each token's divergence, the texts before it held fixed (on-policy GKD, Agarwal et al., arXiv:2306.13649; Thinking
     Machines, "On-Policy Distillation", 2025), with 1 of the whole responses' (MiniLLM, Gu et al., arXiv:2306.08543),
-    of more noise. Where both models agree on a token, d is exactly 0. Not whitened.
+    with more noise. Where both models agree on a token, d is exactly 0. Not whitened.
 
     `log_probs` and `teacher_log_probs` [B, T] are of the sampled tokens, the policy's before its update. `limit` bounds
     each |d|: with it a token that the teacher all but rules out turns the gradient less than it should. A `score_coef`
     above 0 adds score_coef * (score [B] - the mean score of the other rows of its group, int64 [B]), as `rloo` does;
-    nothing for the only row of a group. returns = the sum over d without the score. All [B, T], 0 outside the mask.
+    nothing for the only row of a group. returns = A without the score's part. All [B, T], 0 outside the mask.
 
     Raises ValueError for a gamma outside [0, 1], a limit that is not above 0, and a score_coef without scores.
     """

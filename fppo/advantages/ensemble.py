@@ -37,7 +37,7 @@ def undisputed(disagreement: Tokens, mask: Mask, *, share: float) -> Bool[Tensor
     """The mask, bool [B, T], without the `share` of its tokens on which the critics disagree most.
 
     Strong disagreement marks states that the critics hardly know, where entropy is not exploration worth a bonus:
-    AsyPPO (arXiv:2510.01656) leaves these tokens out of its entropy term. Otherwise as `decisive`: of n tokens, those
-    with a disagreement above the (1 + floor(share * n))-th greatest are removed.
+    AsyPPO (arXiv:2510.01656) leaves these tokens out of its entropy term. Arguments and errors are those of `decisive`.
+    Of n tokens, those with a disagreement above the (1 + floor(share * n))-th greatest are removed.
     """
     return decisive(-disagreement, mask, share=share)

@@ -65,7 +65,7 @@ class GameValues(NamedTuple):
     """State values [P] and action values [E] of a game, float64."""
 
     values: Float[Tensor, " p"]
-    said: Float[Tensor, " e"]
+    said: Float[Tensor, " e"]  # the action values
 
 
 def game_values(probs: Float[Tensor, " e"], tree: GameTree, *, gamma: float = 1.0) -> GameValues:

@@ -70,7 +70,7 @@ def _reference_kl(
     update: Callable[[KLState, Tensor, Tensor], KLState] | None,
 ) -> tuple[Tensor | None, KLState, Metrics]:
     """The KL estimate [B, T] of each token from the reference, the controller moved by it, and metrics. Without a
-    reference they are None, the controller unchanged, and no metrics."""
+    reference the estimate is None, the controller stays, and there are no metrics."""
     if annotated.ref_log_probs is None:
         return None, kl, {}
     mask = annotated.response_mask

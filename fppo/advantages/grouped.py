@@ -37,7 +37,7 @@ def _centre(scores: Rows, mask: Mask, groups: RowIds, weights: Tensor | None = N
 
 
 def grpo(scores: Rows, mask: Mask, groups: RowIds, *, scale: str = "std") -> Advantages:
-    """(S - mean) / (std + 1e-6) over the group, with the unbiased std; arXiv:2402.03300.
+    """(S - mean) / (std + 1e-6), with S the row's score, mean and unbiased std over its group; arXiv:2402.03300.
 
     `scale="none"` leaves the division out (Dr. GRPO, arXiv:2503.20783).
     """
@@ -46,7 +46,7 @@ def grpo(scores: Rows, mask: Mask, groups: RowIds, *, scale: str = "std") -> Adv
 
 
 def maxrl(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
-    """(S - mean) / mean over the group, and 0 where the mean is not above 1e-6; arXiv:2602.02710.
+    """(S - mean) / mean, S the row's score, the mean over its group; 0 where that is at most 1e-6; arXiv:2602.02710.
 
     Meant for scores of 0 and 1. With n rows in a group, the expected gradient is that of the log of the success
     probability, its series cut at order n, so that rare successes weigh more. Means of other scores may be near 0.
@@ -58,13 +58,13 @@ def maxrl(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
 
 
 def rloo(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
-    """S minus the mean of the group's other rows, n / (n - 1) (S - mean); arXiv:2402.14740."""
+    """The score S minus the mean score of the group's other rows, n / (n - 1) (S - mean); arXiv:2402.14740."""
     stats = _centre(scores, mask, groups)
     return spread(stats.rows / (stats.rows - 1).clamp(min=1) * stats.deviation, scores, mask)
 
 
 def opo(scores: Rows, mask: Mask, groups: RowIds, *, leave_one_out: bool = False) -> Advantages:
-    """S minus the group's mean weighted by response length (tokens of the mask); arXiv:2505.23585.
+    """The score minus the group's mean score, weighted by response length (tokens of the mask); arXiv:2505.23585.
 
     The mean includes the row's own score, as in the paper and in verl, which biases the gradient: it is shorter, and
     turned by 7 % of its size with groups of 2 and 4 % with groups of 4 (responses of 1 to 3 tokens). With
@@ -81,10 +81,10 @@ def opo(scores: Rows, mask: Mask, groups: RowIds, *, leave_one_out: bool = False
 
 
 def gpg(scores: Rows, mask: Mask, groups: RowIds, *, outcomes: Rows | None = None) -> Advantages:
-    """alpha (S - mean), alpha = rows / rows whose outcome is not 0, over the whole batch; arXiv:2504.02546.
+    """alpha (S - the group's mean), alpha = rows / rows whose outcome is not 0, in the whole batch; arXiv:2504.02546.
 
-    `outcomes` [B] are the scores before terms such as a KL penalty were added, which leave none at 0; None: the scores
-    themselves.
+    S is the row's score. `outcomes` [B] are the scores before a term such as a KL penalty is added, after which hardly
+    any score is 0; None: the scores themselves.
     """
     stats = _centre(scores, mask, groups)
     outcomes = scores if outcomes is None else outcomes
@@ -110,7 +110,7 @@ def grpo_passk(scores: Rows, mask: Mask, groups: RowIds, *, scale: str = "std") 
 
 
 def reinforce_plus_plus_baseline(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
-    """S minus the mean of the group, whitened over all tokens of the batch; arXiv:2501.03262."""
+    """The score minus the group's mean score, whitened over all tokens of the batch; arXiv:2501.03262."""
     result = spread(_centre(scores, mask, groups).deviation, scores, mask)
     return Advantages(whiten(result.advantages, mask), result.returns)
 
@@ -123,7 +123,8 @@ def gdpo(
     weights: Mapping[str, float] | None = None,
     scale: str = "std",
 ) -> Advantages:
-    """The weighted sum of the grpo advantages of each named score, whitened over the batch's tokens; arXiv:2601.05242.
+    """The weighted sum, over the named scores, of the advantages that `grpo` gives each, whitened over the batch's
+    tokens; arXiv:2601.05242.
 
     `named_scores` maps names to [B]; `weights` has a factor for each name in use (None: all, with weight 1). Returns
     are the weighted sum of the scores. Raises ValueError for a weight without a score.

@@ -21,7 +21,8 @@ from fppo_kernels.gae.scan import reverse_scan, scan
 
 
 def _accumulate(x: Tokens, mask: Mask, decay: float) -> Tokens:
-    """y_t = x_t + decay * y_s, s the next token of the mask after t; x is 0 outside the mask. float64 [B, T]."""
+    """y_t = x_t + decay * y_s, float64 [B, T]; s: the next position after t that the mask holds. `x` is 0 outside the
+    mask."""
     return reverse_scan(x, torch.full_like(x, decay).where(mask, 1.0))
 
 
@@ -98,7 +99,7 @@ def gae(
 
 
 def reinforce_plus_plus(rewards: Tokens, mask: Mask, *, gamma: float = 1.0) -> Advantages:
-    """Whitened reward-to-go, without a critic: advantages = whiten(G), returns = G of `discounted_returns`.
+    """Whitened reward-to-go, without a critic: advantages = whiten(G), returns = G, the result of `discounted_returns`.
 
     `rewards` are token rewards [B, T], with the KL penalty in them. arXiv:2501.03262.
     """
@@ -163,7 +164,7 @@ def turn_gae(
 
 
 def _turns(mask: Mask, turn_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """bool [B, T], True at the last, and at the first, token of each turn."""
+    """Mark turns: bool [B, T], True at the last token of each turn; and bool [B, T], True at the first."""
     if turn_ids is None:
         return mask & ~pad(mask, (0, 1))[:, 1:], mask & ~pad(mask, (1, 0))[:, :-1]
     if turn_ids.shape != mask.shape or turn_ids.is_floating_point():
@@ -175,12 +176,13 @@ def _turns(mask: Mask, turn_ids: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def turn_returns(rewards: Tokens, mask: Mask, *, turn_ids: Tensor | None = None, gamma: float = 1.0) -> Tokens:
-    """The reward-to-go with `gamma` between turns alone, as in `turn_gae`; [B, T], 0 outside the mask."""
+    """The reward-to-go of each token, discounted by `gamma` between turns and not within; [B, T], 0 outside the mask.
+    Turns are those of `turn_gae`."""
     return turn_gae(rewards, torch.zeros_like(rewards), mask, turn_ids=turn_ids, gamma=gamma).returns
 
 
 def td(rewards: Tokens, values: Tokens, mask: Mask, *, steps: int, gamma: float = 1.0) -> Advantages:
-    """The n-step TD error, n = `steps`: A_t = sum_{l < n} gamma^l r_{t+l} + gamma^n V_{t+n} - V_t.
+    """The TD error over n = `steps` tokens: A_t = sum_{l < n} gamma^l r_{t+l} + gamma^n V_{t+n} - V_t.
 
     Steps are tokens of the mask; beyond the last one rewards and values are 0, so n = 1 is the TD error, and n of the
     row's length the return minus the value. returns = A + V. All [B, T]; 0 outside the mask. Sutton and Barto,
@@ -237,14 +239,14 @@ def lambda_returns(rewards: Tokens, values: Tokens, mask: Mask, *, gamma: float 
 
 
 def _goals(reward: Tensor, value: Tensor, mask: Tensor, *, gamma: float | Tensor, lam: Tensor) -> Tensor:
-    """G_t = r_t + gamma ((1 - lam) V_s + lam G_s), from inputs that are 0 outside the mask; gamma and lam broadcast to
-    [B, T]."""
+    """G_t = r_t + gamma ((1 - lam) V_s + lam G_s), [B, T]; s: the next position after t that the mask holds; after the
+    last one V = G = 0. `reward` (r) and `value` (V) are 0 outside the mask, `gamma` and `lam` broadcast to [B, T]."""
     x = (reward + gamma * (1 - lam) * _next(value, mask)).where(mask, 0.0)
     return reverse_scan(x, (gamma * lam).expand_as(x).where(mask, 1.0)).where(mask, 0.0)
 
 
 def _next(x: Tensor, mask: Tensor) -> Tensor:
-    """The number at the row's next token in the mask, for each position [B, T]; 0 after the last."""
+    """The number of `x` at the row's next token in the mask after each position, [B, T]; 0 after the last token."""
     width = mask.shape[1]
     if not mask.numel():
         return x

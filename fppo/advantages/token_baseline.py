@@ -27,11 +27,11 @@ def optimal_token_baseline(
 
     G is the undiscounted reward-to-go of the token `rewards` [B, T], W_k the sum over the row's first k tokens of
     1 - 2 pi + sum pi^2: pi = exp(log_probs) of the token taken, sum_squared_probs over the vocabulary, both [B, T]
-    under the policy that is trained. `correction` [B, T], the importance weights of the rollout, multiplies each
-    term by its square. Tokens are counted along the mask, so tokens between two turns have no effect. Where no other
-    row has a k-th token, the baseline is that of the last token that another row has too, and the only row of a group
-    gets 0; so a constant added to all returns of a group changes no advantage. Where all weights are 0, rows weigh the
-    same.
+    under the policy that is trained. `correction` [B, T], the importance weights of the rollout, multiplies each term
+    by its square. Tokens are counted along the mask, so tokens between two turns have no effect. Where no other row has
+    a k-th token, the baseline is that of the last token that another row has too, and the only row of a group gets 0;
+    so a constant added to all returns of a group changes no advantage. Where all weights are 0, all rows have equal
+    weights.
 
     The baseline includes the row's own return, as in verl, which biases the gradient: it is shorter, and turned by 9 %
     of its size with groups of 2 and 10 % with groups of 4 (responses of 1 to 3 tokens). With `leave_one_out` the sums
@@ -64,7 +64,7 @@ def _above_baseline(
     """`value` [B, T] minus its baseline. In columns that only one row of a group has, the baseline is that of the row's
     last shared column; 0 for a row that shares none.
 
-    Values are counted from the lowest, so that equal ones give exactly 0, also where they differ by a rounding of
+    Values are counted from the lowest, so that equal ones give exactly 0, also where they differ by a rounding error of
     `dtype`.
     """
     shared = alive & (members.reduce(alive.double(), "sum") > 1)  # a row's first columns

@@ -26,8 +26,8 @@ def words(dtype: torch.dtype) -> str:
 
 
 def apart(what: str, expected: Tensor, actual: Tensor, dtype: torch.dtype, slack: float = 1.0) -> str | None:
-    """Describe how two tensors `differ` by more than `slack` times the tolerance of `dtype`, for float16 that of
-    bfloat16; None if they do not."""
+    """Describe how two tensors differ by more than `slack` times the tolerance of `dtype` (for float16 the tolerance of
+    bfloat16); None if they do not."""
     largest = max(1.0, expected.detach().abs().max().item()) if expected.numel() else 1.0
     tolerance = slack * TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
     reason = differ(what, expected, actual, tolerance * largest, relative=0.0)
@@ -58,7 +58,7 @@ def carry(example: LawExample, names: Sequence[str]) -> tuple[LawExample, dict[s
 
 
 def place(example: LawExample, dtype: torch.dtype, device: torch.device | str) -> LawExample:
-    """Move the example to a device and a dtype. 0-d tensors stay, and all numbers are rounded to float32."""
+    """Move the example to a device and a dtype, its numbers rounded to float32 first. 0-d tensors stay as they are."""
 
     def move(x: Tensor) -> Tensor:
         if x.dim() == 0:
@@ -69,28 +69,29 @@ def place(example: LawExample, dtype: torch.dtype, device: torch.device | str) -
 
 
 def checked(dtypes: Sequence[torch.dtype]) -> tuple[torch.dtype, ...]:
-    """Check the dtypes, and return them as a tuple. Raises ValueError for none, and for one without a tolerance."""
+    """Return the dtypes as a tuple. Raises ValueError if there are none, and for a dtype without a tolerance."""
     if not dtypes or not set(dtypes) <= set(TOLERANCES):
         raise ValueError(f"dtypes must be some of {[words(x) for x in TOLERANCES]}, got {[str(x) for x in dtypes]}")
     return tuple(dtypes)
 
 
 def named(output: str) -> str:
-    """An output's name for messages."""
+    """The name of an output as messages write it."""
     return "the result" if output == "result" else output
 
 
 def results(
     op: Operation, kernel: Kernel, example: LawExample, outputs: Sequence[str] | None = None
 ) -> dict[str, Tensor]:
-    """Run a kernel on an example; its outputs by name, all or `outputs`."""
+    """Run a kernel on an example, and return its outputs by name: all of them, or only `outputs`."""
     return op.call(kernel, example.inputs, settings(example), op.outputs if outputs is None else outputs)
 
 
 def gradients(
     op: Operation, kernel: Kernel, example: LawExample, by: Sequence[str] | None = None, of: Sequence[str] | None = None
 ) -> dict[str, Tensor]:
-    """Gradients of sum(weights * output) by the leaves `by` (all), summed over the outputs `of` (all)."""
+    """The gradients of sum(weights * output), summed over the outputs named in `of`, by the leaves named in `by`; None:
+    all outputs, all leaves."""
     example, leaves = carry(example, op.leaves if by is None else by)
     values, weights = results(op, kernel, example), op.cotangents(example.weights)
     total = torch.stack([(weights[name] * values[name]).sum() for name in (op.sloped if of is None else of)]).sum()
@@ -107,7 +108,8 @@ def example_of(
     width: int,
     seed: int,
 ) -> LawExample:
-    """Draw an example of a number and a dtype that depend on the seed."""
+    """Draw an example of `rows` and `width` on a device; the seed chooses one of the case `numbers` of `op.draw`, and
+    one of the dtypes."""
     assert op.draw is not None
     number, dtype = numbers[seed // len(dtypes)], dtypes[seed % len(dtypes)]
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + number)

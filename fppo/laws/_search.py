@@ -85,7 +85,8 @@ class LawExample(NamedTuple):
 
 
 class Suite(NamedTuple):
-    """The laws of a kind of function, with `example(rows, width, seed)` for all `sizes`.
+    """The laws of a kind of function, and their examples: `example(rows, width, seed)` for each (rows, width) of
+    `sizes`.
 
     `see` are lines of Python that show an example; {} in them is the function.
     """
@@ -101,11 +102,12 @@ class Suite(NamedTuple):
 
 
 def nothing(fn: Callable, example: Any, generator: torch.Generator) -> None:
-    """A `breach` that finds nothing wrong: the weaker form of a law that callers can satisfy themselves."""
+    """Find nothing wrong: a law's `mild` form, if callers can satisfy the law themselves whatever the function does."""
 
 
 def draw_mask(rows: int, width: int, seed: int, generator: torch.Generator) -> Tensor:
-    """Draw a mask of one of three kinds, by the seed: full, ragged on the right, with holes and empty rows."""
+    """Draw a mask [rows, width] of a kind that the seed chooses: full, ragged on the right, or with holes and empty
+    rows."""
     kind = seed % 3
     if kind == 0:
         return torch.ones(rows, width, dtype=torch.bool)
@@ -141,8 +143,8 @@ def spoil(x: Tensor, where: Tensor, generator: torch.Generator, kind: str = "mix
 
 
 def stain(example: LawExample, generator: torch.Generator) -> LawExample:
-    """Replace an example's numbers outside the mask by finite ones of up to some tens, as padding may hold; weights and
-    mask are unchanged."""
+    """Replace an example's numbers outside the mask by finite numbers of sizes up to some tens, as real padding may
+    hold; weights and mask are unchanged."""
 
     def dirty(x: Tensor) -> Tensor:
         if not x.is_floating_point():
@@ -155,7 +157,8 @@ def stain(example: LawExample, generator: torch.Generator) -> LawExample:
 
 
 def widen(x: Tensor, columns: int, fill: float = torch.nan) -> Tensor:
-    """Append columns of padding to [B, T, ...]: False in a mask, `fill` elsewhere; [B] is unchanged."""
+    """Append `columns` of padding to a tensor [B, T, ...]: False in a mask, `fill` in numbers. A tensor [B] is
+    unchanged."""
     if x.dim() < 2:
         return x
     value = fill if x.is_floating_point() else 0
@@ -198,7 +201,8 @@ def unchanged(example: LawExample, copy: LawExample) -> str | None:
 
 
 def impure(example: LawExample, call: Callable[[], Any], differ: Callable[[Any, Any], str | None]) -> str | None:
-    """Describe a side effect of a function, or a difference between two calls by `call`; None without either."""
+    """Describe how a function changes its arguments or draws from torch's global generator, or how the results of two
+    equal calls by `call` differ; None if none of that happens."""
     copy, state = example.map(torch.clone), torch.get_rng_state()
     first = call()
     if not torch.equal(state, torch.get_rng_state()):
@@ -210,7 +214,8 @@ def impure(example: LawExample, call: Callable[[], Any], differ: Callable[[Any, 
 
 
 def changed(reason: str | None, words: str, example: LawExample) -> Breach | None:
-    """A breach for a law that called the function with a changed example; `words` precede the reason."""
+    """Make a breach of a law that called the function with a changed `example`: the reason, preceded by `words`. None
+    if the `reason` is None."""
     return None if reason is None else Breach(f"{words}{reason}", example)
 
 
@@ -241,8 +246,9 @@ def shape_of(x: Tensor) -> str:
 
 
 def describe(example: LawExample, name: str, see: Sequence[str]) -> list[str]:
-    """Format the example as lines of Python, with 4 digits. If these are exact, the lines can be run, and end with the
-    lines `see`; else large tensors are shown by their shapes."""
+    """Format the example as lines of Python that assign its tensors, with 4 digits. If the digits are exact, the lines
+    can be run, and end with the lines `see`; else large tensors are shown by their shapes. `name` replaces {} in
+    `see`."""
     tensors = {**example.inputs, **example.extras}
     if any("weights" in line for line in see):
         tensors["weights"] = example.weights
@@ -268,7 +274,8 @@ def raised(error: Exception) -> str:
 
 
 def first_breach(fn: Callable, law: Law, examples: Sequence[tuple[int, LawExample]]) -> tuple[str, Breach] | None:
-    """Find the first example that breaks the law: its size, and the breach."""
+    """Find the first example that breaks the law, and return its size in words and the breach; None if none breaks
+    it."""
     for seed, example in examples:
         try:
             breach = law.breach(fn, example.map(torch.clone), torch.Generator().manual_seed(seed))

@@ -41,7 +41,7 @@ _CASES = (
 
 
 class _State(NamedTuple):
-    """Lists with one tensor for each parameter."""
+    """The tensors that a step changes: in each list one for each parameter."""
 
     params: list[Tensor]
     exp_avgs: list[Tensor]
@@ -53,7 +53,7 @@ class _State(NamedTuple):
 
 
 def _start(example: LawExample) -> _State:
-    """Parameters, and moments as after earlier steps."""
+    """The example's parameters, with moments and step counts as after some earlier steps."""
     params = list(example.inputs.values())
     moments = [0.1 * p.flip(0) if p.dim() else 0.1 * p for p in params]
     steps = [torch.full((), 2.0, device=p.device) for p in params]
@@ -108,7 +108,8 @@ def is_textbook(kernel: Callable, example: LawExample, generator: torch.Generato
 def keeps_skipped(
     kernel: Callable, example: LawExample, generator: torch.Generator, *, case: AdamWScalars
 ) -> str | None:
-    """Describe the first change by a step with gradients that are not finite; None if there is none."""
+    """Describe the first change by a step that is to be skipped, with found_inf = 1 and infinite gradients; None if
+    there is none."""
     state, names = _start(example), list(example.inputs)
     before = state.copy()
     grads = [torch.full_like(g, torch.inf) for g in _grads(example, 0)]
@@ -132,7 +133,7 @@ def _alone(kernel: Callable, example: LawExample, generator: torch.Generator, *,
 
 
 def _law(name: str, statement: str, breach: Callable, seeds: int) -> Law:
-    """A law whose case depends on the example's seed."""
+    """Make a law whose `breach` gets one of the `AdamWScalars` as `case`, another one after every `seeds` seeds."""
 
     def with_case(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
         return breach(kernel, example, generator, case=_CASES[generator.initial_seed() // seeds])
@@ -166,8 +167,8 @@ def check_adamw(
     lists of tensors of one dtype and float32 0-d steps (see `fppo_kernels.adamw`).
 
     Over several steps it gives the numbers of the textbook in float64, to the tolerance of the dtype, with gradients
-    divided by grad_scale; where found_inf is 1 it changes no bit of parameters, moments and steps, whatever the
-    gradients hold; and a parameter's update does not depend on the others. Raises ValueError for another dtype.
+    divided by grad_scale; if found_inf is 1 it changes no bit of parameters, moments and steps, whatever the gradients
+    hold; and a parameter's update does not depend on the others. Raises ValueError for another dtype.
     """
     dtypes = checked(dtypes)
     seeds = len(_CASES) * len(dtypes)

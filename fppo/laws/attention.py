@@ -65,8 +65,8 @@ LAWS = (
 
 
 def _unseen_columns(op: Operation, kernel: Kernel, example: LawExample, generator: torch.Generator) -> str | None:
-    """Describe a dependence on unseen columns: hidden ones get other numbers; those before `start` and from `end` on
-    NaN."""
+    """Describe how the result depends on columns of the cache that a row does not see; None if it does not. Columns
+    that the bias hides get other numbers, and columns before `start` or from `end` on get NaN."""
     start, end = (int(example.extras[name].item()) for name in ("start", "end"))
     before = results(op, kernel, example)["result"]
     places = torch.arange(example.inputs["keys"].shape[2], device=before.device)

@@ -88,8 +88,8 @@ def screen_calls(
 def calls_of(
     op: Operation, kernel: Kernel, model: Model, *, temperature: float, longest: int | None, dtype: torch.dtype
 ) -> list[KernelCall]:
-    """The calls of an operation by a small instance of a model, one of each kind; none if the model has no place for
-    it. An attention `kernel` that takes shared prompts gets them."""
+    """The calls of an operation by a small instance of a model, one of each kind; none if the model's code has no place
+    for the operation. If `kernel` is an attention that supports shared prompts, there are calls with such prompts."""
     if op.name in INSIDE and not models.has_place(model.text_of(model.skeleton), op.name):
         return []
     probe, calls = make_probe(model, heads=_HEADS), list[KernelCall]()
@@ -170,8 +170,8 @@ def _without_edge(call: KernelCall) -> KernelCall:
 
 def _breach(op: Operation, kernel: Kernel, call: KernelCall, device: torch.device | str) -> str | None:
     """Describe how a kernel's numbers differ from the reference's on a call; None if they do not. The call is tried as
-    it is, then in float32, which shows smaller differences, with logits as large as their cap. A kernel that fails in
-    float32 passes if the call is in 16 bits."""
+    it is, then in float32, which shows smaller differences, with logits as large as their cap. A kernel that raises an
+    error in float32 passes if the call itself is in 16 bits."""
     dtype = next(x.dtype for x in call.arguments.values() if isinstance(x, Tensor) and x.is_floating_point())
     for number, arguments in enumerate((call.arguments, _steep(call.arguments))):
         at = torch.float32 if number else dtype
@@ -246,8 +246,8 @@ def _numbers(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """The results of a function on a call by name, and the gradients of a random sum of them by each leaf, computed in
-    a dtype."""
+    """Call a function with the arguments of `call`, moved to a device and a dtype. Returns its results by name, and the
+    gradients of a random sum of them by each leaf."""
     given = {name: _placed(x, device, dtype) for name, x in arguments.items()}
     leaves = {name: x.requires_grad_() for name in op.leaves if isinstance(x := given.get(name), Tensor)}
     results = _by_name(call.of(fn, given))
@@ -281,7 +281,7 @@ def _placed(x: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def _text(x: Any) -> str:
-    """An argument in short: a tensor by dtype and shape."""
+    """Format an argument of a call for a message: a tensor by its dtype and shape, anything else by its repr."""
     if isinstance(x, Lengths):
         return f"of {list(x.lengths)}"
     return shape_of(x) if isinstance(x, Tensor) else f"{x!r}"

@@ -55,7 +55,8 @@ def _exchange(xs: Sequence[Tensor], table: Tensor) -> list[Tensor]:
 
 
 def _by_table(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Adapt an exchange to a table of the number of rows that each rank (row) sends to each (column)."""
+    """Adapt an exchange, which takes lists, to a table [ranks, ranks] of the number of rows that each rank (row of the
+    table) sends to each rank (column)."""
 
     def exchange(x: Tensor, axis: Axis, *, table: Tensor) -> Tensor:
         return kernel(x, axis, sent=table[axis.rank].tolist(), received=table[:, axis.rank].tolist())
@@ -122,12 +123,13 @@ def _inputs(example: LawExample) -> list[Tensor]:
 
 
 def _cotangents(like: Sequence[Tensor]) -> list[Tensor]:
-    """Numbers from -3 to 3 that differ between elements and ranks."""
+    """Cotangents of the shapes of `like`: numbers from -3 to 3 that differ between elements and ranks."""
     return [(torch.arange(x.numel()).view(x.shape) * (3 + i) % 7 - 3).to(x.dtype) for i, x in enumerate(like)]
 
 
 def _first(what: str, expected: Sequence[Tensor], actual: Sequence[Tensor]) -> str | None:
-    """Describe the first rank whose tensor is not bit-equal to the expected one; examples hold small integers."""
+    """Describe the first rank whose tensor is not bit-equal to the expected one; None if all are. (Examples hold small
+    integers, so nothing is rounded.)"""
     for rank, (a, b) in enumerate(zip(expected, actual, strict=True)):
         if a.dtype != b.dtype:
             return f"{what} on rank {rank} has the dtype {words(b.dtype)}, expected {words(a.dtype)}"
@@ -251,9 +253,10 @@ def check_collective(kernel: Callable[..., Tensor], name: str, *, ranks: Sequenc
     """Check a collective on simulated meshes: `laws.check_collective(my_all_gather, "all_gather")`.
 
     `name` is one of "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange", "broadcast" and "permute",
-    and the signature that of `fppo_kernels.collectives`. In float64, float32, bfloat16 and int64: each rank's result is
-    the definition's to the bit; the gradient is the transpose and its gradient the collective again; the result is a
-    new tensor, `x` itself on one rank. LawViolation for the first that fails; the examples hold one `x` per rank.
+    and `kernel` has the signature of the function of that name in `fppo_kernels.collectives`. The laws, in float64,
+    float32, bfloat16 and int64: each rank's result equals the definition bit for bit; the gradient is the transpose,
+    and the gradient's gradient the collective again; the result is a new tensor, except on one rank, where it is `x`
+    itself. Raises LawViolation for the first broken law; its example holds one `x` per rank.
     """
     if name not in DEFINITIONS:
         raise ValueError(f"no collective {name!r}; there are {sorted(DEFINITIONS)}")

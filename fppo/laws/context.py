@@ -22,7 +22,8 @@ TOLERANCE = 1e-12  # float64, relative to the larger of 1 and the number
 
 
 def _on_ranks(attend: Callable, attention: Callable, example: LawExample) -> list[tuple[Tensor, Leaves]]:
-    """The gathered result on every rank, and the rank's share of the gradients."""
+    """Run a dealt row on every rank of a simulated mesh. Returns, for every rank, the whole row's result, gathered, and
+    the rank's share of the gradients."""
     lengths, keywords = _keywords(example)
     ranks, blocks = (int(example.extras[name]) for name in ("ranks", "blocks"))
     dealt = deal(lengths.lengths, ranks, blocks=blocks, window=keywords.get("window"))
@@ -53,9 +54,10 @@ def check_context(
     """Check attention over a dealt row on simulated meshes: `laws.check_context(ring_attention)`.
 
     `attend(deal, axis)` is an attention kernel for the tokens of a rank (see `fppo_kernels.context`); without one it is
-    `gathered_attention` of `attention`. With ragged sequences that cross the blocks' borders, grouped heads, fewer of
-    them than ranks, windows, soft caps and sinks, in float64: every rank's result is its part of that of `attention`
-    over the whole row, and the ranks' gradients sum to the gradient, to 1e-12. LawViolation for the first that fails.
+    `gathered_attention` of `attention`. Examples, in float64, have ragged sequences that cross the blocks' borders,
+    grouped heads, fewer heads than ranks, windows, soft caps and sinks. The laws: every rank's result is its part of
+    the result of `attention` over the whole row, and the ranks' gradients sum to the gradient, to 1e-12. Raises
+    LawViolation for the first broken law.
     """
     attend = attend or partial(gathered_attention, attention)
     sizes = ((1, 3), (3, 6))

@@ -16,7 +16,7 @@ KEY = Key(0)
 
 
 def _small() -> PromptSet:
-    """Twelve prompts from three sources."""
+    """A small set of twelve prompts from three sources."""
     return prompt_set([[i + 1] for i in range(12)], pad_token_id=0, sources=["a"] * 7 + ["b"] * 4 + ["c"])
 
 
@@ -25,7 +25,7 @@ def check_curriculum(curriculum: Curriculum, prompts: PromptSet | None = None, *
 
     `laws.check_curriculum(data.learnability(explore=0.2))` raises LawViolation for the first law that fails:
 
-    - choose gives `size` indices of prompts, and all functions give equal bits for equal arguments and change none;
+    - choose gives `size` indices of prompts; all functions give equal bits for equal arguments, and change no argument;
     - states are trees of tensors, numbers and texts, which a checkpoint can hold;
     - the order of a batch's responses does not matter, but for the rounding of sums;
     - a state learned from nothing, and from missing scores (nan), still chooses;
@@ -57,7 +57,8 @@ def check_curriculum(curriculum: Curriculum, prompts: PromptSet | None = None, *
 
 
 def _chosen(curriculum: Curriculum, prompts: PromptSet, known: Any, key: Key, step: int, size: int) -> torch.Tensor:
-    """The indices that a state chooses at a step. Raises LawViolation for invalid ones."""
+    """The indices of the prompts that a curriculum chooses at a step, given its state `known`. Raises LawViolation
+    unless they are `size` indices of prompts."""
     cursor = DataCursor(course=Course(known=known, step=step))
     try:
         indices, _ = chosen_indices(curriculum, len(prompts), cursor, size=size, key=key)

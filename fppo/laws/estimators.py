@@ -47,7 +47,8 @@ def call(fn: Callable, example: LawExample) -> Tensors:
 
 
 def results_differ(expected: Tensors, actual: Tensors, tolerance: float | None = None) -> str | None:
-    """Describe where results differ by more than the tolerance (by default that of their dtype)."""
+    """Describe where results differ by more than `tolerance` (None: the tolerance of their dtype); None if they do
+    not."""
     names = ("the advantages", "the returns") if len(expected) > 1 else ("the result",)
     for name, a, b in zip(names, expected, actual, strict=True):
         if reason := differ(name, a, b, TOLERANCES.get(a.dtype, 0.0) if tolerance is None else tolerance):
@@ -116,7 +117,8 @@ def _finite_padding(fn: Callable, example: LawExample, generator: torch.Generato
 
 
 def _padded(seen: Callable[[Tensor], Tensor], fill: float, fn: Callable, example: LawExample) -> Breach | None:
-    """Compare results, as `seen` maps them, with and without further columns that hold `fill`."""
+    """Describe how results, each mapped by `seen`, change if 1 or 3 columns of padding that hold `fill` are appended;
+    None if they do not."""
     width = example.mask.shape[1]
     for columns in (1, 3):
         wide = example.map(partial(widen, columns=columns, fill=fill))
@@ -208,7 +210,7 @@ def _group_names(fn: Callable, example: LawExample, generator: torch.Generator) 
 
 
 def as_reference(reference: Callable, fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
-    """Compare the results of `fn` with those of the reference."""
+    """Describe how the results of `fn` differ from those of the `reference`; None if they do not."""
     expected, actual = call(reference, example), call(fn, example)
     both = min(len(expected), len(actual))  # one of them may return advantages alone
     reason = results_differ(expected[:both], actual[:both])
@@ -216,7 +218,8 @@ def as_reference(reference: Callable, fn: Callable, example: LawExample, generat
 
 
 def _near_reference(reference: Callable, fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
-    """Compare advantages with the reference's approximately, in groups of at least two rows that all have tokens."""
+    """Describe how advantages differ from the reference's by more than a small number in a denominator explains, in
+    groups of at least two rows that all have tokens; None if they do not."""
     _, counts = example.inputs["groups"].unique(return_counts=True)
     if not example.mask.any(1).all() or (counts < 2).any():
         return None
@@ -315,13 +318,15 @@ def token_example(
 
 
 class _Whitening(NamedTuple):
-    """The specification of a whitening: whether it keeps the mean, and the number that it adds to the variance."""
+    """The specification of a whitening: whether it shifts the mean to 0, and the number that it adds to the
+    variance."""
 
     shift_mean: bool
     eps: float
 
     def about_zero(self, fn: Callable, example: LawExample) -> tuple[Tensor, Tensor]:
-        """The result [N] on the mask without the mean that it should have, and the variance that it should have."""
+        """The result [N] at the tokens of the mask, minus the mean that it should have; and the variance that it should
+        have."""
         x, result = example.inputs["x"][example.mask], call(fn, example)[0][example.mask]
         variance = x.var() if len(x) > 1 else x.new_zeros(())
         return result if self.shift_mean else result - x.mean(), variance / (variance + self.eps)

@@ -26,7 +26,7 @@ _PASSES = ((None, None), (1, None), (3, None), (None, 40))  # rows of a micro-ba
 
 
 class ExactCase(NamedTuple):
-    """An engine with its parameters, from which a law samples, in place of a function."""
+    """An engine and its parameters, which the laws of exact engines take in the place of a function."""
 
     engine: EmbeddedEngine
     params: Mapping[str, Tensor]
@@ -69,7 +69,8 @@ def _differ(rows: Rollout, log_probs: Tensor) -> str | None:
 def _pass(
     case: ExactCase, rows: Rollout, ask: Ask, size: int | None, budget: int | None, *, share: bool = False
 ) -> Tensor:
-    """The log-probs [B, T] of a training pass over the rows, cut into micro-batches of `size` or `budget`."""
+    """The log-probs [B, T] of a training pass over the rows, cut into micro-batches of `size` rows or `budget` tokens,
+    at the temperature of `ask`. `share`: common prefixes of rows are computed once."""
     from fppo.steps import Forward, MicroBatching, compute_log_probs
 
     engine = case.engine
@@ -151,8 +152,9 @@ def check_exact(
     """Check that log-probs of an engine's rollouts are bit-equal to a training pass with its kernels, for any prompts,
     cache, passes and order of rows, greedy and sampled.
 
-    `params` are the model's; None: random ones. `sizes` are (number of prompts, most tokens of each). The training pass
-    is that of `steps.compute_log_probs`, packed. Raises LawViolation with the prompts that show a difference.
+    `params` are the model's parameters; None: random ones. `sizes` are (number of prompts, most tokens of each). The
+    training pass is that of `steps.compute_log_probs`, packed. Raises LawViolation with the prompts that show a
+    difference.
     """
     from fppo import models
     from fppo.key import Key

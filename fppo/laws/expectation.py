@@ -32,7 +32,8 @@ SCORE = "score"  # the name of a world's single score
 
 @attrs.frozen
 class KL:
-    """A KL estimate of a step: its kind, coefficient and place, and the divergence whose gradient it should have.
+    """A KL estimate of a step: its kind and coefficient, `where` it is used, and `of`, the divergence whose gradient it
+    should have.
 
     Raises ValueError for another place than "reward" or "loss", another kind, and an unknown divergence.
     """
@@ -155,7 +156,8 @@ def check_gradient(
 
 
 def _breach(math: StepMath, world: SmallWorld, up_to: str) -> str | None:
-    """Describe how the mean gradient on a world differs from the objective's; None if it does not."""
+    """Describe how the mean gradient of a step on a world differs from the objective's gradient; None if it does not.
+    `up_to` "scale" permits a positive factor."""
     batches = all_batches(world, math.n)
     found = step_bias(math, world, batches)
     still = float(found.gradient.norm()) <= ZERO
@@ -257,8 +259,8 @@ def _check_loss(loss_fn: Any) -> None:
 
 
 def _experience(math: StepMath, world: SmallWorld, batches: Batches) -> Experience:
-    """All batches with their advantages: from one call, or from one call each if an estimator compares rows of
-    different batches."""
+    """All batches with their advantages. They come from one call of the estimator, or from one call for each batch if
+    it compares rows of different batches."""
     from fppo.batch import concat, rows
 
     every = torch.arange(len(batches.numbers))
@@ -340,7 +342,8 @@ def _annotated(math: StepMath, world: SmallWorld, batches: Batches, index: Tenso
 def _objective_slope(
     math: StepMath, world: SmallWorld, batches: Batches, experience: Experience, weights: Tensor
 ) -> Tensor:
-    """The gradient of the library's objective by the policy's log-probs, [R, W]: each row's share in its batch's."""
+    """The gradient of the library's objective by the policy's log-prob of each token, [R, W]: each row holds its share
+    of the gradient of its own batch."""
     from fppo.steps.actor import PolicyObjective, PolicyTerms
     from fppo.steps.outputs import TokenOutputs
 

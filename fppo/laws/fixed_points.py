@@ -64,7 +64,8 @@ def _read(head: ValueHead, outputs: Tensor) -> Tensor:
 
 
 def _expected_loss(head: ValueHead, old: Tensor, goals: Tensor, weights: Tensor, outputs: Tensor) -> Tensor:
-    """The expected loss, 0-d, of outputs [] or [K] over the returns."""
+    """The expected loss, 0-d, of a head's outputs ([], or [K]) over the returns `goals`, whose probabilities are
+    `weights`; `old` is the old value."""
     rows = outputs.expand(len(goals), 1, *outputs.shape)
     mask = torch.ones(len(goals), 1, dtype=torch.bool)
     loss, _ = head.loss_fn(rows, old.expand(len(goals), 1), goals[:, None], mask)
@@ -72,7 +73,7 @@ def _expected_loss(head: ValueHead, old: Tensor, goals: Tensor, weights: Tensor,
 
 
 def _least(head: ValueHead, start: Tensor, old: Tensor, goals: Tensor, weights: Tensor) -> Tensor:
-    """Minimise the expected loss over outputs by L-BFGS from `start`."""
+    """The outputs that minimise `_expected_loss`, found by L-BFGS from `start`."""
     leaf = start.clone().requires_grad_()
     of = partial(_expected_loss, head, old, goals, weights)
     search = torch.optim.LBFGS(

@@ -39,7 +39,8 @@ TOLERANCE = 1e-10
 
 @attrs.frozen
 class MeshCase:
-    """A mesh, with what is sharded on it, the model's number of layers, and the distribution and cut of a batch."""
+    """A mesh, the sharding and the number of layers of a model on it, the options of its passes, and the sizes of their
+    micro-batches."""
 
     axes: Mapping[str, int]
     stage: int | None = None
@@ -211,7 +212,8 @@ def _draw(
 
 
 def _of_prompts(modes: Sequence[str], rows: int, width: int, seed: int) -> LawExample:
-    """Ragged rows, up to three of which share a prompt."""
+    """Draw an example of ragged rows, up to three of which share a prompt; the seed chooses one of the weight
+    `modes`."""
     example = _example(modes, rows, width, seed)
     first = torch.arange(rows) // 3 * 3
     tokens, attention = (example.inputs[name].clone() for name in ("tokens", "attention_mask"))
@@ -221,7 +223,7 @@ def _of_prompts(modes: Sequence[str], rows: int, width: int, seed: int) -> LawEx
 
 
 def _turns(layouts: Sequence[Settings], each: int):
-    """A function that returns the next `each` layouts, cyclically, and the number of its call."""
+    """Make a function that returns the next `each` layouts, in a cycle, and the number of its call."""
     count = 0
 
     def turn() -> tuple[int, list[Settings]]:
@@ -238,7 +240,7 @@ def _one_process(run: Run, example: LawExample, number: int, layers: int = 2) ->
 
 
 def _number(axes: Mapping[str, int], count: int) -> int:
-    """The index of the model for a layout: the one with experts if these are cut, else in turn."""
+    """The index of the model for a layout: the model with experts if the mesh cuts experts, else each model in turn."""
     return 2 if axes["expert"] > 1 else count % 3
 
 

@@ -95,9 +95,9 @@ def large_example(
 ) -> LawExample:
     """An example in which each token's probability is on one column, and on columns whose codes differ in a bit or two.
 
-    These columns are the borders of blocks of 64, and random ones, so that a misplaced label or logit is detected.
-    Labels of tokens at a distance of a power of two differ from their columns in different numbers of bits. Logits are
-    small integers, which are exact in every dtype.
+    The tokens' columns are the borders of blocks of 64, and random ones, so that a misplaced label or logit is
+    detected. Each label is its token's column with 0, 1 or 2 bits changed, in turns of three tokens, so that tokens
+    mixed up at a distance of a power of two are detected. Logits are small integers, which are exact in every dtype.
     """
     generator = torch.Generator().manual_seed(seed)
     columns = torch.arange(width)

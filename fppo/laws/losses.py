@@ -73,7 +73,8 @@ def metrics_differ(expected: Mapping[str, Metric], actual: Mapping[str, Metric],
 
 
 def _outcomes_differ(expected: _LossOutcome, actual: _LossOutcome, tolerance: float | None = None) -> str | None:
-    """Describe where outcomes differ by more than the tolerance (by default that of their dtype)."""
+    """Describe where two outcomes of a loss differ by more than `tolerance` (None: the tolerance of their dtype); None
+    if they do not."""
     within = TOLERANCES[expected.grad.dtype] if tolerance is None else tolerance
     return (
         differ("the loss", expected.loss, actual.loss, within)

@@ -97,7 +97,8 @@ def _round_trip(unpad: Callable, example: LawExample, generator: torch.Generator
 
 
 def _columns(unpad: Callable, example: LawExample, generator: torch.Generator, *, pad: Callable) -> str | None:
-    """Check the places of columns [B, S, 2] and [B, S], and of their gradients, both ways."""
+    """Describe how `unpad` misplaces columns [B, S, 2] and [B, S] of the tokens, `pad` rows [N, 2], or either of them a
+    gradient; None if nothing is misplaced."""
     tokens, mask, weights = example.inputs["tokens"], example.inputs["mask"], example.weights
     wide = weights.clone().requires_grad_()
     packed = unpad(tokens, mask, columns={"wide": wide, "flat": weights[..., 0], "mask": mask})

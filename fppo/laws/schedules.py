@@ -68,9 +68,10 @@ _LAWS: Mapping[str, tuple[str, Callable[[Schedule], str | None]]] = MappingProxy
 def check_schedule(schedule: Schedule, *, backward: float = 2.0) -> Clocked:
     """Check a schedule: `laws.check_schedule(my_schedule(4, 8))`. Raises LawViolation for the first broken law.
 
-    Every rank runs its own stages, each of them once on every micro-batch, forward before backward, or forward alone;
-    and none waits for a message that cannot come. Then each rank receives what the others send, in their order. Returns
-    the time, the bubble and the results kept by each rank, if a stage takes 1 forward and `backward` backward.
+    The laws: every rank runs its own stages, each of them once on every micro-batch, forward before backward, or
+    forward alone; no rank waits for a message that cannot come; and ranks receive messages in the order in which they
+    are sent. Returns the time, the bubble and the results kept by each rank, if the forward pass of a stage takes a
+    time of 1 and its backward pass a time of `backward`.
     """
     for name, (statement, breach) in _LAWS.items():
         if reason := breach(schedule):

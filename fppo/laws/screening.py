@@ -25,8 +25,8 @@ def screen_policy_loss(loss_fn: Callable[..., Any], *, selective: bool = False) 
     """Check a policy loss by some laws of `check_policy_loss` on a few batches in float32; raises LawViolation for the
     first broken one.
 
-    The loss is [B, T] and has a gradient, metrics add up, what is masked changes nothing, and an empty mask gives 0. A
-    `selective` loss takes the tokens `selected`, bool [B, T], too.
+    The loss is [B, T] and has a gradient, metrics add up, values outside the mask change nothing, and an empty mask
+    gives 0. A `selective` loss has the further argument `selected`, bool [B, T].
     """
     extras = (lambda *columns: {"selected": columns[3] & (columns[2] > 0.5)}) if selective else None
     laws = [law for law in losses.COMMON if law.name in _LOSS]
@@ -37,7 +37,8 @@ def screen_policy_loss(loss_fn: Callable[..., Any], *, selective: bool = False) 
 
 
 def _rows(example: LawExample, names: Sequence[str]) -> Annotated:
-    """Convert the example to annotated rows, with scores named `names`; without names, any name has scores."""
+    """Convert the example to annotated rows with named scores: those of `names`, or, if `names` is empty, any name that
+    is asked for."""
     x, rows = example.inputs, len(example.mask)
     named: dict[str, Tensor] = {name: x["scores"] for name in names} if names else defaultdict(lambda: x["scores"])
     prompt = torch.ones(rows, 1, dtype=torch.int64)
@@ -105,12 +106,12 @@ def _estimator_example(group: int, rows: int, width: int, seed: int) -> LawExamp
 def screen_estimator(
     estimator: Callable[..., Any], *, group: int = 4, names: Sequence[str] = (), name: str | None = None
 ) -> None:
-    """Check that an estimator (annotated rows, token rewards [B, T]) -> Advantages gives finite [B, T].
+    """Check that an estimator (annotated rows, token rewards [B, T]) -> Advantages gives finite results [B, T].
 
     Rows are synthetic, in groups of `group`: one with equal scores, one with different scores, one with a single
-    different score. `names` are those of the scores by name; without them every name exists. An estimator that needs
-    anything that these rows lack, such as a field of the user's data, is not judged. Raises LawViolation for other
-    errors; `name` is the estimator's name in the message, by default its own.
+    different score. `names` are the names of scores that the rows have; if empty, the rows have any name that is asked
+    for. An estimator that needs anything that these rows lack, such as a field of the user's data, is not judged.
+    Raises LawViolation for other errors; `name` is the estimator's name in the message, by default its own.
     """
     text = "it takes (rows, rewards [B, T]) and gives Advantages, both finite [B, T]"
     law = Law("estimates", text, partial(_estimates, tuple(names)))

@@ -36,7 +36,8 @@ def _of_pieces(attend: Callable, example: LawExample) -> Tensor:
 
 
 def _of_sequences(attention: Callable, example: LawExample) -> Tensor:
-    """The result for the tokens of each piece [N, Hq, Dv], by `attention` over its whole sequence up to there."""
+    """The result [N, Hq, Dv] for the tokens of all pieces. `attention` runs over each piece's whole sequence, written
+    out from its first ancestor to the piece's end."""
     pieces, begin, paths = _pieces(example), 0, list[list[int]]()
     for size, parent in pieces:
         paths.append([*(paths[parent] if parent >= 0 else []), *range(begin, begin + size)])
@@ -130,7 +131,7 @@ def check_shared(
     `shared_attention` of `attention`. For forests of pieces, a prompt and its responses and deeper ones, with grouped
     heads, windows, soft caps and sinks: the values and every gradient are those of the sequences written out, by
     `attention.eager` in float64, to 1e-10 in float64, 1e-4 in float32 and 2e-2 in bfloat16, relative to the larger of 1
-    and the tensor's largest number; equal arguments give equal bits. LawViolation for the first that fails.
+    and the tensor's largest number; equal arguments give equal bits. Raises LawViolation for the first broken law.
 
     `features` are those that the kernel has, of `fppo_kernels.attention.FEATURES`. Raises ValueError for other dtypes.
     """

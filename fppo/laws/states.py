@@ -42,8 +42,8 @@ def check_resume(
     """Check that run(n + m) equals run(m) after load(save(run(n))), bit for bit, for all n and m with n + m <= `steps`.
 
     `step` takes a state (any tree) and returns the next one; `save(state)` returns a handle, such as a path, and
-    `load(handle)` the state. LawViolation names the smallest n and m, and the first leaf that differs. Both kinds of
-    gaps are found: in the state (a counter in a closure, a global generator) and in the file.
+    `load(handle)` the state. The LawViolation names the smallest n and m, and the first leaf that differs. Both kinds
+    of gaps are found: in the state (a counter in a closure, a global generator) and in the file.
     """
     statement = "run(n + m) equals run(m) after save and load of run(n)"
     digests, handles = [tree.digest(state)], [save(state)]

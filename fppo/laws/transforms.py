@@ -23,7 +23,8 @@ Outcome = Callable[..., Tensor]  # of the tensors with gradients
 
 
 def _function(op: Operation, kernel: Kernel, example: LawExample) -> tuple[Outcome, tuple[Tensor, ...]]:
-    """Make sum(weights * outputs), 0-d, a function of the leaves; return both."""
+    """Make a function of an example's leaves that runs the kernel and returns sum(weights * outputs), 0-d, for
+    transforms of torch.func. Returns the function and the leaves."""
     tensors = {**example.inputs, **example.extras}
     names = [name for name in op.leaves if name in tensors]
 
@@ -48,7 +49,8 @@ def _dot(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
 
 
 def _first(xs: Sequence[tuple[str, Tensor, Tensor]], dtype: torch.dtype, slack: float = 1.0) -> str | None:
-    """Describe the first pair of tensors that differ."""
+    """Describe the first of `xs`, (what, expected, actual), whose two tensors differ by more than `slack` times the
+    tolerance of `dtype`; None if none do."""
     return next((reason for what, x, y in xs if (reason := apart(what, x, y, dtype, slack))), None)
 
 
@@ -85,7 +87,8 @@ def _jvp(op: Operation, kernel: Kernel, example: LawExample, generator: torch.Ge
 
 
 def _hessian(op: Operation, kernel: Kernel, example: LawExample, generator: torch.Generator) -> str | None:
-    """Check Hessian-vector products, with the two derivatives in either order."""
+    """Describe how Hessian-vector products, forward over reverse or reverse over reverse, differ from the definition's
+    or from differences of the gradient; None if they do not."""
     outcome, leaves = _function(op, kernel, example)
     along = _directions(leaves, generator)
 
@@ -112,7 +115,8 @@ def _difference(
     along: Sequence[Tensor],
     tangents: Sequence[Tensor],
 ) -> str | None:
-    """Describe the first tangent that differs from central differences in float64."""
+    """Describe the first of the `tangents`, the derivatives of `fn` at `leaves` in the direction `along`, that differs
+    from central differences; None if none does. Other dtypes than float64, and large numbers, are not tried."""
     if any(x.dtype != torch.float64 or (x.numel() and x.abs().max() > CALM) for x in leaves):
         return None
     ends = [fn(*(x + sign * STEP * v for x, v in zip(leaves, along, strict=True))) for sign in (1, -1)]

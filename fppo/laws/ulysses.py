@@ -56,7 +56,7 @@ def _leaves(example: LawExample) -> Leaves:
 
 
 def _whole(attention: Callable, example: LawExample) -> tuple[Tensor, Leaves]:
-    """The result over the whole row and its gradients."""
+    """The result of `attention` over the whole row, and its gradients."""
     lengths, keywords = _keywords(example)
     leaves = _leaves(example)
     out = attention(*list(leaves.values())[:3], lengths=lengths, **{**keywords, "sinks": leaves.get("sinks")})
@@ -68,7 +68,8 @@ def _gradients(out: Tensor, example: LawExample, leaves: Leaves) -> Leaves:
 
 
 def _on_ranks(wrap: Callable, attention: Callable, example: LawExample) -> list[tuple[Tensor, Leaves]]:
-    """The gathered result on every rank, and the rank's share of the gradients."""
+    """Run a sharded row on every rank of a simulated mesh. Returns, for every rank, the whole row's result, gathered,
+    and the rank's share of the gradients."""
     lengths, keywords = _keywords(example)
 
     def run(mesh) -> tuple[Tensor, Leaves]:
@@ -124,8 +125,8 @@ def _laws(attention: Callable) -> list[Law]:
 
 
 def _example(ranks: int, multiple: int, times: int, rows: int, width: int, seed: int) -> LawExample:
-    """Draw sequences of 1 to `width` tokens, and one more that fills the row up to a `multiple`; `times` multiplies a
-    case's query heads."""
+    """Draw sequences of 1 to `width` tokens, and one more that fills the row up to a `multiple`; `times` is a factor of
+    the case's number of query heads."""
     case = _CASES[seed]
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
     lengths = torch.randint(1, width + 1, (rows,), generator=generator)
@@ -155,10 +156,10 @@ def check_ulysses(
 ) -> None:
     """Check a sequence-sharded attention on simulated meshes: `laws.check_ulysses(attention=mine)`.
 
-    `wrap(attention, axis)` is an attention kernel over slices of the packed row (see `fppo_kernels.ulysses`). With
-    ragged sequences that cross the ranks' borders, grouped heads, key heads fewer than ranks, windows, soft caps and
-    sinks, in float64: every rank's result is its slice of the result over the whole row, and the ranks' gradients sum
-    to the gradient, to 1e-10. LawViolation for the first that fails.
+    `wrap(attention, axis)` is an attention kernel over slices of the packed row (see `fppo_kernels.ulysses`). Examples,
+    in float64, have ragged sequences that cross the ranks' borders, grouped heads, fewer key heads than ranks, windows,
+    soft caps and sinks. The laws: every rank's result is its slice of the result over the whole row, and the ranks'
+    gradients sum to the gradient, to 1e-10. Raises LawViolation for the first broken law.
     """
     sizes = ((1, 1), (1, 5), (3, 2), (4, 7))
     for n in ranks:

@@ -196,15 +196,15 @@ def _taken(log_p: Tensor) -> Tensor:
 
 
 def _objective(log_p: Tensor, log_ref: Tensor, kl_coef: float) -> tuple[Tensor, Tensor]:
-    """The sum over prompts and responses of pi * score, minus kl_coef * the KL at every position, with constant weights
-    of positions; and pi, [P, S]."""
+    """The sum over prompts and responses of pi * score, minus kl_coef * the KL at every position, whose weights are
+    constants; and the probabilities pi of the responses, [P, S]."""
     chances = _taken(log_p).sum(-1).exp()
     at_place = (log_p.exp() * (log_p - log_ref)).sum(-1)  # 0 after the end
     return (chances * _scores()).sum() - kl_coef * (chances.detach()[..., None] * at_place).sum(), chances
 
 
 def _batch(log_p: Tensor, log_ref: Tensor, chances: Tensor) -> Experience:
-    """All responses as rows of one batch, weighted by their probabilities."""
+    """Make one batch of all responses, each weighted by its probability (`chances`)."""
     from fppo.batch import Column, Experience
 
     rows = [(prompt, y) for prompt in PROMPTS for y in responses()]

@@ -100,7 +100,7 @@ def _remembered(run: Run) -> Run:
 
 
 def _batch(example: LawExample) -> Experience:
-    """Convert the example to an Experience."""
+    """Convert the example to an Experience, the record that an update takes."""
     from fppo.batch import Column, Experience
 
     x, rows = example.inputs, len(example.mask)
@@ -207,7 +207,8 @@ def _row_order(run: Run, example: LawExample, generator: torch.Generator) -> Bre
 
 
 def _wide(example: LawExample, left: int, right: int) -> LawExample:
-    """Add padding on both sides, NaN in numbers."""
+    """Add `left` columns of padding before the prompts, and `right` columns after the responses, NaN in floating-point
+    tensors."""
     wide = example.map(partial(widen, columns=right))
     prompts = {name: torch.nn.functional.pad(wide.inputs[name], (left, 0)) for name in ("tokens", "attention_mask")}
     return wide.put(**prompts)

@@ -46,8 +46,8 @@ def check_weights(loss_weights: Callable[..., Tensor], *, modes: tuple[str, ...]
 
     `loss_weights(mask, mode, *, totals, horizon)` gives the weights [B, T] of some rows of a mini-batch. For each of
     the `modes`, in any split of the rows, sum(weights * per_token) must be the mode's definition over the whole
-    mini-batch (`references.losses.mini_batch_loss`), and weights outside the mask 0. Raises LawViolation for the first
-    that fails.
+    mini-batch (`references.losses.mini_batch_loss`), and weights outside the mask must be 0. Raises LawViolation for
+    the first broken law.
     """
     text = "in any split, sum(weights * per_token) is the definition over the mini-batch"
     laws = [Law(f"weights, {mode}", text, partial(_definition, mode)) for mode in modes]

@@ -43,8 +43,8 @@ class SmallWorld:
         return every.gather(3, self.tokens.expand(len(logits), -1, -1)[..., None])[..., 0].where(self.mask, 0.0)
 
     def values(self, kl_coef: float = 0.0) -> Tensor:
-        """The critic's value before each token, [P, S, W]: the expected score, minus kl_coef * the KL estimate k1 of
-        later tokens, plus the place's error; 0 outside the mask."""
+        """The critic's value before each token, [P, S, W]: the expectation of the score minus kl_coef * the KL
+        estimates k1 of the tokens from it on, plus the place's error; 0 outside the mask."""
         log_p = self.log_probs(self.logits)
         away = (log_p - self.log_probs(self.ref_logits)).flip(-1).cumsum(-1).flip(-1)
         to_go = self.scores[..., None] - kl_coef * away
@@ -116,9 +116,9 @@ def world(
 ) -> SmallWorld:
     """Draw a world: normal logits, a reference close to them, and normal scores, or scores of 0 and 1 (`binary`).
 
-    `lag` is the standard deviation of the sampling policy's logits from the policy's, and `critic_error` that of a
-    critic's values from the exact ones. With a `gap` an environment's token, outside the mask, follows the first token
-    of longer responses. Raises ValueError for sizes below 1, and a vocabulary below 2.
+    `lag` is the standard deviation of the sampling policy's logits from the policy's, and `critic_error` the standard
+    deviation of a critic's values from the exact ones. With a `gap` an environment's token, outside the mask, follows
+    the first token of longer responses. Raises ValueError for sizes below 1, and a vocabulary below 2.
     """
     if min(prompts, horizon) < 1 or vocabulary < 2:
         raise ValueError(f"prompts={prompts}, vocabulary={vocabulary}, horizon={horizon}: give 1, 2 and 1 or more")
@@ -163,8 +163,8 @@ def _all_responses(vocabulary: int, horizon: int) -> list[tuple[int, ...]]:
 def _in_columns(
     responses: Sequence[tuple[int, ...]], heads: Sequence[tuple[int, ...]], columns: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens of responses, the index in `heads` of what comes before each, and the mask; all [S, W]. Token t of a
-    response is in column `columns[t]`."""
+    """Place responses in columns: token t of a response is in column `columns[t]`. Returns the tokens, the index in
+    `heads` of the tokens before each token, and the mask; all [S, W]."""
     shape = (len(responses), columns[-1] + 1)
     tokens, places = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
     mask = torch.zeros(shape, dtype=torch.bool)
@@ -198,9 +198,9 @@ def worlds(*, binary: bool = False, lag: float = 0.0, critic_error: float = 0.0)
 class Batches:
     """All batches of n responses to each prompt, as R stacked rows, each with the index of its batch."""
 
-    prompts: Tensor  # [R] int64
-    responses: Tensor  # [R] int64
-    numbers: Tensor  # [R] int64
+    prompts: Tensor  # [R] int64: the index of each row's prompt
+    responses: Tensor  # [R] int64: the index of each row's response
+    numbers: Tensor  # [R] int64: the index of each row's batch
     chances: Tensor  # [count] float64: the probability of each batch
     count: int
 

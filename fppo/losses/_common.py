@@ -46,7 +46,8 @@ def clip(x: Tokens, low: float | Tensor, high: float | Tensor) -> Tokens:
 
 
 def clean(mask: Mask, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors with 0 where `mask` is False: before any arithmetic, so that garbage reaches no gradient."""
+    """The tensors with 0 where `mask` is False. To be called before any arithmetic, so that values outside the mask
+    reach no gradient."""
     return tuple(x.where(mask, 0.0) for x in tensors)
 
 
@@ -91,7 +92,8 @@ def positive_all(**values: float | Tensor) -> None:
 
 
 def unknown(what: str, name: str, choices: Iterable[str]) -> NoReturn:
-    """Raise ValueError with the choices of `what` and the one nearest to `name`."""
+    """Raise ValueError for a `name` that is none of the `choices`, with all choices and the one most similar to `name`;
+    `what` is what they name."""
     names = list(choices)
     near = nearest(name, names, cutoff=0.0)
     raise ValueError(f"unknown {what} {name!r}; did you mean {near!r}? The choices are {', '.join(names)}")

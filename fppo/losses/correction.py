@@ -45,7 +45,8 @@ def _numbers(setting: str, value: str | float | tuple[float, float]) -> tuple[fl
 
 
 def _rejections(reject: str, threshold: str | float | tuple[float, float]) -> dict[str, tuple[float, float]]:
-    """The bounds (low, high) of each option's statistic: their logs for k1, (-inf, high) for the others."""
+    """The bounds (low, high) of the statistic of each rejection option in the list `reject`: for k1 the logarithms of
+    its thresholds, for the others (-inf, threshold)."""
     options = list(dict.fromkeys(word.strip() for word in reject.split(",") if word.strip()))
     for option in options:
         if option not in REJECTIONS:
@@ -74,7 +75,8 @@ def _rejections(reject: str, threshold: str | float | tuple[float, float]) -> di
 
 
 def _moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean and population variance of `x` where `mask` is True; 0-d float64, 0 if empty."""
+    """The count, the mean and the population variance of `x` where `mask` is True, each 0-d float64; 0 for an empty
+    mask."""
     numbers = x.detach().double().where(mask, 0.0)
     count = mask.sum().double()
     middle = numbers.sum() / count.clamp(min=1)
@@ -141,7 +143,8 @@ def _weight_metrics(
 def _importance_weights(
     delta: Tokens, mask: Mask, level: str, threshold: str | float | tuple[float, float], batch_normalize: bool
 ) -> tuple[Tokens, Metrics]:
-    """Weights [B, T], float64, and their metrics; `delta` is the clean log-ratio training / rollout."""
+    """Importance weights [B, T], float64, and their metrics; `delta` is log(training / rollout probability), 0 outside
+    the mask."""
     if level not in LEVELS:
         unknown("level", level, LEVELS)
     numbers = _numbers("threshold", threshold)
@@ -166,7 +169,8 @@ def _importance_weights(
 
 
 def _statistic(delta: Tokens, mask: Mask, option: str) -> tuple[Tokens, Rows]:
-    """An option's statistic at each token [B, T] and of each row [B]; a sequence's is equal at its tokens."""
+    """The statistic of a rejection option at each token, [B, T], and of each row, [B]. With a "seq" option every token
+    has its row's statistic."""
     x = delta.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     kind = option[-2:]
     tokens = (-x if kind == "k1" else 0.5 * x.square() if kind == "k2" else x.exp() - 1 - x).where(mask, 0.0)

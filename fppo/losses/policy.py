@@ -169,7 +169,8 @@ def gmpo(
 def _dppo(
     log_probs: Tokens, delta: Tokens, adv: Tokens, mask: Mask, trusted: Mask, max_ratio: Scalar
 ) -> tuple[Tokens, Metrics]:
-    """-A min(r, max_ratio) log_probs on the trusted tokens, the ratio held constant."""
+    """The DPPO loss -A min(r, max_ratio) log_probs on the `trusted` tokens, the ratio r = exp(`delta`) held constant,
+    and its metrics; 0 on all other tokens."""
     ratio = delta.exp()
     cap = scalar(max_ratio, ratio)
     weight = torch.minimum(ratio, cap).where(trusted, 0.0).detach()
@@ -193,8 +194,8 @@ def dppo_tv(
 ) -> tuple[Tokens, Metrics]:
     """-A min(r, max_ratio) log_probs, ratio constant, where the sampled token's probability stays in bounds.
 
-    In bounds: p - p_old <= clip_high where A > 0, p - p_old >= -clip_low elsewhere. DPPO-Binary-TV
-    (arXiv:2602.04879), which recommends a large `max_ratio`.
+    With p the token's probability, in bounds means p - p_old <= clip_high where A > 0, and p - p_old >= -clip_low
+    elsewhere. DPPO-Binary-TV (arXiv:2602.04879), which recommends a large `max_ratio`.
     """
     positive_all(clip_low=clip_low, clip_high=clip_high, max_ratio=max_ratio)
     log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
@@ -214,10 +215,11 @@ def dppo_kl(
     clip_high: Scalar = 0.2,
     max_ratio: Scalar = 20.0,
 ) -> tuple[Tokens, Metrics]:
-    """`dppo_tv` with the KL divergence from old to new of "the sampled token or another" as the distance.
+    """-A min(r, max_ratio) log_probs, ratio constant, where the sampled token's KL divergence stays in bounds.
 
-    A token is in bounds if that is at most clip_high (A > 0) or clip_low (elsewhere), or if the probability moved
-    against the advantage. DPPO-Binary-KL (arXiv:2602.04879).
+    The divergence is that from the old to the new policy, of the two events "the sampled token" and "any other token".
+    A token is in bounds if the divergence is at most clip_high (where A > 0) or clip_low (elsewhere), or if the token's
+    probability moved against the advantage. DPPO-Binary-KL (arXiv:2602.04879).
     """
     positive_all(clip_low=clip_low, clip_high=clip_high, max_ratio=max_ratio)
     log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
@@ -258,9 +260,9 @@ def vespo(
 ) -> tuple[Tokens, Metrics]:
     """-A phi(W) log_probs with the weight phi(W) = W^k exp(lam (1 - W)) held constant, at every token of the row.
 
-    W is the row's ratio, the product of its tokens' without a root by length, its log clamped to +-20; k and lam are
-    those of its token's advantage: k_pos, lam_pos where A > 0, else k_neg, lam_neg. phi(1) = 1, and phi falls to 0 on
-    both sides of k / lam. VESPO (arXiv:2602.10693, equation 20). "actor/pg_clipfrac" is the share of tokens with a
+    W is the row's ratio: the product of its tokens' ratios, not their geometric mean, with its logarithm clamped to
+    +-20. k and lam are k_pos and lam_pos at tokens with A > 0, else k_neg and lam_neg. phi(1) = 1, and phi falls to 0
+    on both sides of k / lam. VESPO (arXiv:2602.10693, equation 20). "actor/pg_clipfrac" is the share of tokens with a
     weight below 1/2.
     """
     positive_all(k_pos=k_pos, lam_pos=lam_pos, k_neg=k_neg, lam_neg=lam_neg)

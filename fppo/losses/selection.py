@@ -23,7 +23,8 @@ def _covariance(log_probs: Tokens, advantages: Tokens, mask: Mask) -> Tokens:
 
 
 def _smallest(candidates: Mask, keys: tuple[Tokens, ...], count: Tensor) -> Mask:
-    """The first `count` candidates, ordered by the last key, ties by the key before; bool [B, T]."""
+    """Select the first `count` of the `candidates`, in ascending order of the last of `keys`; equal ones are ordered by
+    the key before it. bool [B, T]."""
     order = torch.arange(candidates.numel(), device=candidates.device)
     for key in (*keys, (~candidates).double()):
         order = order.gather(0, key.flatten().gather(0, order).argsort(stable=True))
@@ -32,7 +33,7 @@ def _smallest(candidates: Mask, keys: tuple[Tokens, ...], count: Tensor) -> Mask
 
 
 def _quota(mask: Mask, ratio: Scalar) -> Tensor:
-    """max(1, floor(ratio * tokens))."""
+    """The number of tokens to select, max(1, floor(ratio * tokens of the mask)), 0-d."""
     return (mask.sum().double() * ratio).floor().clamp(min=1)
 
 
@@ -49,11 +50,11 @@ def select_clip_cov(
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
 ) -> Mask:
-    """The tokens whose loss `clip_cov` drops, bool [B, T]: a random max(1, ratio * tokens) of the candidates.
+    """The tokens whose loss `clip_cov` drops, bool [B, T]: max(1, ratio * tokens) random candidates.
 
-    Candidates have a covariance in (low, high) and are not clipped by PPO's rule already. All tensors cover the
-    whole mini-batch. `noise` [B, T] is uniform; the candidates of smallest noise are taken, so the draw is bound to
-    the rows, not to their order.
+    Candidates have a covariance in (low, high) and are not clipped by PPO's rule already. All tensors cover the whole
+    mini-batch. `noise` [B, T] is uniform; the candidates of smallest noise are taken, so the draw does not depend on
+    the order of rows.
     """
     _check_share(ratio)
     if not isinstance(low, Tensor) and not isinstance(high, Tensor) and not low < high:

@@ -23,8 +23,8 @@ def value_loss(
 ) -> tuple[Tokens, Metrics]:
     """max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2 per token, [B, T]; 0 where `mask` is False.
 
-    PPO's clipped value loss; `clip=None` is half the squared error. `old_values` and `returns` are constants to
-    the gradient. All floating [B, T], the mask bool, else ValueError; also for a clip <= 0.
+    PPO's clipped value loss of the value v and the return R; `clip=None` is half the squared error. `old_values` and
+    `returns` are constants to the gradient. All floating [B, T], the mask bool, else ValueError; also for a clip <= 0.
     """
     loss, metrics = _clipped(torch.square, values, old_values, returns, mask, clip)
     return (0.5 * loss).where(mask, 0.0), metrics
@@ -42,8 +42,8 @@ def huber_value_loss(
     """max(h(v - R), h(clip(v, v_old - clip, v_old + clip) - R)) per token, [B, T], with Huber's h; 0 outside the mask.
 
     h(e) = e^2 / 2 where |e| <= delta, delta (|e| - delta / 2) elsewhere: the gradient of errors beyond delta is
-    constant (Huber, Annals of Mathematical Statistics 35, 1964). Otherwise as `value_loss`; ValueError also for a
-    delta <= 0.
+    constant (Huber, Annals of Mathematical Statistics 35, 1964). Arguments are those of `value_loss`. Raises ValueError
+    as it does, and for a delta <= 0.
     """
     positive("delta", delta)
     loss, metrics = _clipped(partial(_huber, delta=delta), values, old_values, returns, mask, clip)
@@ -104,9 +104,10 @@ def quantile_loss(
 ) -> tuple[Tokens, Metrics]:
     """The sum over K quantiles q_i of |t_i - [R < q_i]| h(R - q_i) / delta per token, [B, T], with t_i = (i - 1/2) / K.
 
-    `outputs` [B, T, K] are the quantiles of the return at the levels t_1 to t_K; h is Huber's function
-    (`huber_value_loss`), and the value is their mean (`mean_of_quantiles`). QR-DQN (Dabney et al., arXiv:1710.10044)
-    with one sample of the target, divided by delta as in arXiv:1806.06923. Otherwise as `hl_gauss`.
+    `outputs` [B, T, K] are the quantiles of the return at the levels t_1 to t_K; R is the return, [R < q_i] is 1 or 0,
+    h is Huber's function (`huber_value_loss`), and the value is the mean of the quantiles (`mean_of_quantiles`). QR-DQN
+    (Dabney et al., arXiv:1710.10044) with one sample of the target, divided by delta as in arXiv:1806.06923. Otherwise
+    as `hl_gauss`.
     """
     positive("delta", delta)
     _check_outputs(outputs, old_values, returns, mask, 0.0, 1.0)
@@ -164,7 +165,8 @@ def huber_head(*, delta: float = 1.0, clip: float | None = 0.5) -> ValueHead:
 
 
 def hl_gauss_head(*, bins: int = 51, low: float = -0.1, high: float = 1.1, sigma: float = 0.75) -> ValueHead:
-    """A head of `bins` outputs with `hl_gauss`; leave a margin between the scores and `low`, `high`."""
+    """A head of `bins` outputs with `hl_gauss`; leave a margin between the scores and the ends `low` and `high` of the
+    bins."""
     read, loss_fn = partial(binned_values, low=low, high=high), partial(hl_gauss, low=low, high=high, sigma=sigma)
     return ValueHead(outputs=_several(bins), read=read, loss_fn=loss_fn)
 
@@ -189,7 +191,8 @@ def _several(bins: int) -> int:
 def _clipped(
     cost: Errors, values: Tokens, old_values: Tokens, returns: Tokens, mask: Mask, clip: Scalar | None
 ) -> tuple[Tokens, Metrics]:
-    """The larger loss per token [B, T]: of the value, or of the value clipped to `clip` around the old one."""
+    """The larger loss per token [B, T]: that of the value, or that of the value clipped to `clip` around the old one
+    (None: not clipped); with metrics."""
     check_tokens(mask, values=values, old_values=old_values, returns=returns)
     values, old_values, returns = clean(mask, values, old_values.detach(), returns.detach())
     plain = cost(values - returns)

@@ -74,8 +74,8 @@ def positive_weights(scores: Rows, mask: Mask) -> Tokens:
     """The weight of each token in the mean over the tokens of all rows whose score [B] is above 0; float64 [B, T].
 
     `mask` holds all rows of the mini-batch. The sum of weights * -log-prob is VAPO's positive-example loss
-    (arXiv:2504.05118): -1 / (sum of the lengths of right responses) * the sum of their log-probs. 0 outside the mask
-    and where no row is positive. Raises ValueError for a mask that is not bool [B, T].
+    (arXiv:2504.05118): -1 / (sum of the lengths of right responses) * the sum of their log-probs. Weights are 0 outside
+    the mask, and everywhere if no score is above 0. Raises ValueError for a mask that is not bool [B, T].
     """
     check_mask(mask)
     kept = mask & (scores > 0)[:, None]

@@ -27,7 +27,7 @@ _ROWS = 1 << 20  # numbers compared at a time
 
 
 class _Stored(NamedTuple):
-    """A stored tensor; `pattern` is its source pattern in a converter, or "" without one."""
+    """A stored tensor; `pattern` is its source pattern in a converter, or "" if no converter takes it."""
 
     name: str
     file: Path
@@ -160,5 +160,6 @@ def _read(source: _Stored, extent: torch.Size | Extent, dtype: torch.dtype, mesh
 
 
 def _own(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A contiguous copy: tensors in a file's memory are aligned differently, and kernels then round differently."""
+    """Copy a tensor contiguously in `dtype`: tensors in a file's memory are aligned differently, and kernels then round
+    differently."""
     return x.to(dtype, copy=True, memory_format=torch.contiguous_format)

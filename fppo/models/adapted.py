@@ -51,7 +51,7 @@ class Lora:
 @attrs.frozen(eq=False, kw_only=True)
 class Frozen:
     """The frozen base of an adapted model: weights without updates, this rank's parts on a mesh that cuts parameters.
-    `places` covers all ranks."""
+    `places` names the adapted weights of all ranks."""
 
     params: Mapping[str, Tensor] = attrs.field(repr=False)
     shapes: Mapping[str, torch.Size]  # of this rank's stage, after tensor and expert cuts, before the shard axis's
@@ -83,8 +83,8 @@ class Factors(NamedTuple):
 
 
 class Several(NamedTuple):
-    """A weight [out, in], or [in, out] if `flipped`, and the factors of several adapters, each for some rows of a pass.
-    Rows without an adapter use the weight alone."""
+    """A weight [out, in], or [in, out] if `flipped`, and several adapters' factors with the rows of a pass that use
+    them (`own`). Rows without an adapter use the weight alone."""
 
     weight: Tensor
     own: Sequence[tuple[slice | Tensor, Factors]]
@@ -141,7 +141,8 @@ def merged_weight(parts: Parts) -> Tensor:
 
 
 def product(x: Tensor, parts: Parts | Several, bias: Tensor | None, linear: Callable[..., Tensor] = F.linear) -> Tensor:
-    """x @ (W + scale * B @ A).T + bias for x [..., in], the product with W by the kernel `linear`."""
+    """x @ (W + scale * B @ A).T + bias for `x` [..., in]; the kernel `linear` computes the product with W. Several
+    adapters each change their own rows."""
     weight, flipped = parts.weight, parts.flipped
     rows = x.reshape(-1, x.shape[-1])
     if not flipped:
@@ -220,7 +221,8 @@ def _bmm(input: Any, mat2: Any) -> Tensor:
 
 
 def _grouped(input: Tensor, mat2: Any, offs: Tensor, bias: None = None, out_dtype: Any = None) -> Tensor:
-    """A grouped product of rows [S, in] with a weight [E, in, out]. Ranks are padded to the kernel's alignment."""
+    """A grouped product of rows [S, in] with a weight [E, in, out], rows up to `offs[e]` with expert e, as torch's
+    grouped_mm. Ranks of adapters are padded to the kernel's alignment."""
     if not isinstance(mat2, Adapted) or not mat2.parts.flipped or bias is not None or out_dtype is not None:
         _refused("a grouped product")
     w, a, b, scale, _ = _one(mat2)
@@ -231,7 +233,7 @@ def _grouped(input: Tensor, mat2: Any, offs: Tensor, bias: None = None, out_dtyp
 
 
 def _item(weight: Any, index: Any) -> Any:
-    """Select one or some experts of a stack."""
+    """Select one expert, or some, of a stack of adapted weights."""
     w, a, b, scale, flipped = _one(weight)
     if w.dim() != 3 or not (isinstance(index, int) or (isinstance(index, Tensor) and index.dtype != torch.bool)):
         _refused("a piece")
@@ -286,7 +288,7 @@ def _embedding(  # torch's signature
 
 
 def _own_embedding(input: Tensor, parts: Several, padding_idx: int | None) -> Tensor:
-    """Rows of W [V, H] + scale * B @ A of each token's adapter."""
+    """Rows of W [V, H] + scale * B @ A, with each token's own adapter."""
     tokens = input.flatten()
     out = F.embedding(tokens, parts.weight, padding_idx)
     for rows, (a, b, scale) in parts.own:

@@ -126,7 +126,7 @@ def base_kind(model: Model) -> Kind | None:
 
 
 def widened(model: Model, device: torch.device | None = None) -> Model:
-    """An adapted model with its base in float32, as for exports, and on another device if one is given."""
+    """Convert an adapted model's base to float32, as exports need it, and move it to `device` if one is given."""
     if model.frozen is None:
         return model
     base = {name: x.to(device or x.device) for name, x in model.frozen.params.items()}

@@ -27,7 +27,8 @@ def is_coded(name: str) -> bool:
 
 
 def names_in_codes(names: Iterable[str], forms: Forms) -> tuple[str, ...]:
-    """The names under which weights are stored: of codes and scales for those in `forms`."""
+    """The names under which weights are stored: a weight's own name or, if it is in `forms`, those of its codes and
+    scales."""
     return tuple(kept for name in names for kept in ((name + CODES, name + SCALES) if name in forms else (name,)))
 
 
@@ -86,7 +87,8 @@ def layout_of_weights(layout: Layout, forms: Forms) -> Layout:
 
 
 def _cuts(form: Form, cut: Cut) -> tuple[Cut, Cut | None]:
-    """The cuts of codes and scales for a cut of their weight. Raises ValueError for cuts within blocks."""
+    """The cuts of a weight's codes and of its scales (None: whole) that follow from a cut of the weight. Raises
+    ValueError for cuts within blocks."""
     dims = len(form.shape)
     last = dims - 2 if form.turned else dims - 1
     if cut.dim < dims - 2:

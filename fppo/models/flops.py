@@ -116,7 +116,7 @@ def head_weights(model: Model) -> int:
 
 
 def _attention(model: Model, layer: int, lengths: Sequence[int]) -> float:
-    """2 FLOPs per feature and visible key for the scores, and 2 for the weighted sum."""
+    """FLOPs of a layer's attention scores and weighted sums: for each, 2 per feature and visible (query, key) pair."""
     config, kinds = model.config, getattr(model.config, "layer_types", None)
     if kinds is not None and kinds[layer] in WITHOUT_ATTENTION:
         return 0.0

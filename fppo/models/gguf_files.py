@@ -146,8 +146,8 @@ def _params(file: Path, directory: Path, header: GgufHeader, model: Model) -> Pa
 
 
 def _is_of(name: str, config: PreTrainedConfig) -> bool:
-    """True if a tensor is a parameter of the model, and no rotary angles, stored copy of a tied head, or extra layer
-    that predicts several tokens."""
+    """True if a tensor is a parameter of the model. False for rotary angles, a stored copy of a tied head, and extra
+    layers that predict several tokens."""
     layer = name.split(".")[1] if name.startswith("blk.") else ""
     if layer.isdigit() and int(layer) >= config.get_text_config().num_hidden_layers:
         return False

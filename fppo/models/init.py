@@ -22,7 +22,8 @@ from fppo.models.model import (
 
 
 def init_params(model: Model, key: Key, dtype: torch.dtype = torch.float32) -> Params:
-    """Parameters as transformers initialises this model, on the CPU, from `key` alone, with `init_value_head`'s."""
+    """Parameters as transformers initialises this model, on the CPU, drawn from `key` alone; those of a value head as
+    `init_value_head` draws them."""
     with BUILDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(key.fold("init").seed & ((1 << 63) - 1))
         module = causal_lm(model.whole_config, "cpu", trust_remote_code=model.trust_remote_code)

@@ -194,12 +194,13 @@ def layer_norm_form(module: nn.Module) -> LayerNormForm | None:
 
 
 def _small(module: nn.Module) -> list[float]:
-    """The numbers of a module that may be an epsilon."""
+    """The module's attributes that may be an epsilon: small numbers of at least 0, ascending."""
     return sorted({x for x in vars(module).values() if isinstance(x, float) and 0 <= x < _LARGEST_EPS})
 
 
 def _form_of_rows(module: nn.Module, forms: Mapping[Any, Callable[..., Tensor]]) -> Any:
-    """Recognise a module on meta by its results on rows of its weight's width; None for other modules."""
+    """Recognise a norm in a module on meta: the first of `forms` whose function(rows, *parameters) gives the module's
+    results on random rows; None if none does."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or _others(module) or not _one(module):
         return None
@@ -274,7 +275,7 @@ class KernelPlace(NamedTuple):
     seam: Callable[[nn.Module, Any, Callable[..., Any]], nn.Module]
 
     def seam_of(self, kernel: Callable[..., Any], module: nn.Module) -> nn.Module | None:
-        """The seam in the place of a module; None if it is of another kind."""
+        """A seam to take a module's place; None for a module of another kind."""
         form = self.form(module)
         return None if form is None else self.seam(module, form, kernel)
 

@@ -85,6 +85,6 @@ def know_layers(
 
 
 def known_layers(skeleton: PreTrainedModel) -> list[LayerSeam]:
-    """The seams of a skeleton's layers of Llama's kind."""
+    """The seams of those layers of a skeleton that are of Llama's kind."""
     seams = [module for module in skeleton.modules() if isinstance(module, LayerSeam)]
     return [seam for seam in seams if type(seam._seam[1]).__module__ in KINDS]

@@ -202,7 +202,7 @@ def _digest(model: Model, base: Params, mesh: Mesh) -> str:
 
 
 def same_base(model: Model, other: Model) -> bool:
-    """Whether two adapted models share the tensors of their bases, as far as both have them."""
+    """Whether the base weights that two adapted models both have are the same tensors."""
     one, two = frozen_of(model).params, frozen_of(other).params
     return all(one[name] is two[name] for name in one.keys() & two.keys())
 
@@ -279,13 +279,13 @@ def decoded(
 
 
 def kept(model: Model) -> frozenset[str]:
-    """The base weights without factors; none for a plain model."""
+    """The names of the base weights without factors; none for a plain model."""
     frozen = model.frozen
     return frozenset() if frozen is None else frozenset(names_of_weights(frozen.shapes)) - frozen.places.keys()
 
 
 def _rows(a: Tensor, b: Tensor, flipped: bool, rows: slice) -> tuple[Tensor, Tensor]:
-    """Select the factors of some rows of a weight."""
+    """Cut a weight's factors A and B to some `rows` of the weight."""
     if a.dim() == 3:
         return a[rows], b[rows]
     return (a[:, rows], b) if flipped else (a, b[rows])
@@ -299,8 +299,8 @@ def adapted_probe(
     dtype: torch.dtype = torch.float32,
     as_base: Callable[[Model, Params], tuple[Model, Params]] | None = None,
 ) -> tuple[Model, Params]:
-    """The probe of `model` with a low-rank adapter of nonzero factors on the targets of `lora`; on weights in `dtype`,
-    or a base that `as_base` makes of them."""
+    """The probe's model with a low-rank adapter of nonzero factors on the targets of `lora`. Its base is the probe's
+    weights in `dtype`, or what `as_base` makes of them."""
     small, params = probe.model, {name: x.to(dtype, copy=True) for name, x in probe.params.items()}
     if model.vision is not None and small.vision is not None:
         small = attrs.evolve(small, vision=attrs.evolve(small.vision, trains=model.vision.trains))

@@ -227,7 +227,8 @@ def save(
 
 
 def _found(base: str) -> str:
-    """The name or directory by which PEFT finds a base; of a GGUF file that is gone, its path."""
+    """The name or directory by which PEFT finds a base; for a GGUF file the directory of its unpacked model, or, if the
+    file is gone, its path."""
     try:
         return base if gguf_of(base) is None else str(find_directory(base))
     except ValueError:
@@ -278,7 +279,7 @@ def _config(model: Model, base: str) -> dict[str, Any]:
 
 def _wrapped(model: Model) -> list[str]:
     """The adapted weights that the config must give as target parameters: stacks of experts, and linear layers that
-    PEFT would take for layers inside of experts (its `convert_peft_config_for_transformers`)."""
+    PEFT would mistake for layers inside of experts (its `convert_peft_config_for_transformers`)."""
     converted = get_checkpoint_conversion_mapping(model.whole_config.model_type) is not None
     mistaken = _OF_EXPERTS if converted else ()
     return [
@@ -366,7 +367,8 @@ def _back(model: Model, name: str, a: Tensor, b: Tensor, rank: int) -> tuple[Ten
 
 
 def _misfits(model: Model, name: str, factors: Sequence[Tensor], rank: int) -> list[str]:
-    """The problems of the stored factors of a weight, which should have this rank."""
+    """Describe the faults of a weight's stored factors, which should have the shapes of this rank and be floating
+    point; empty if they fit."""
     (*stack, most, wide), (*_, out, _) = (model.whole_shapes[name + factor] for factor in FACTORS)
     shapes = torch.empty(*stack, rank, wide, device="meta"), torch.empty(*stack, out, rank, device="meta")
     problems = []

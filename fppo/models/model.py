@@ -74,18 +74,18 @@ class Model:
     routers: tuple[routing.Router, ...] = ()  # in the order of the layers
     stateful: tuple[int, ...] = ()  # the layers that carry a state along a row
     buffers: frozenset[str] = frozenset()  # those of `shapes` without gradient: state that checkpoints keep in buffers
-    wide: Mapping[torch.dtype, frozenset[str]] = attrs.field(factory=dict)  # by dtype, those then kept in float32
+    wide: Mapping[torch.dtype, frozenset[str]] = attrs.field(factory=dict)  # by dtype: the parameters kept in float32
     shares: bool = True  # whether tensors of the skeleton have several names, to be tied in each pass
     compute_dtype: torch.dtype | None = None
     checkpoint_layers: Recompute = False
     compile_layers: bool = False
     trust_remote_code: bool = False
     layout: Layout | None = None  # of a model placed on tensor, expert and pipeline axes: the cuts that give `shapes`
-    spans: tuple[Span, ...] = ()  # this rank's of a pipeline axis
+    spans: tuple[Span, ...] = ()  # this rank's stages of a pipeline
     unplaced: Model | None = None  # the model that it was placed from
     frozen: Frozen | None = None  # the base of an adapted model, whose factors are `shapes` (`lora.adapt`)
-    forms: codes.Forms = attrs.field(factory=dict)  # of weights in codes (`bases.quantise`)
-    vision: Vision | None = None  # of a model that takes images
+    forms: codes.Forms = attrs.field(factory=dict)  # the forms of quantised weights, by name (`bases.quantise`)
+    vision: Vision | None = None  # the vision part of a model that takes images
     padding: int | None = None  # of a sequence classifier: the padding token, which its score skips at a row's end
     _copies: threading.local = attrs.field(factory=threading.local, init=False, repr=False)
 
@@ -98,7 +98,8 @@ class Model:
 
     @property
     def whole_shapes(self) -> Mapping[str, torch.Size]:
-        """The shapes of all weights before any axis cuts them, a base's included; of quantised ones, not of codes."""
+        """The shapes of all weights before any axis cuts them, a base's included; for quantised weights the weights'
+        shapes, not those of codes."""
         return codes.shapes_of_weights(self.kept_shapes, self.forms)
 
     @property
@@ -113,14 +114,15 @@ class Model:
 
     @property
     def seeing(self) -> frozenset[str]:
-        """The parameters of the vision tower and the projector."""
+        """The names of the parameters of the vision tower and the projector."""
         text = None if self.vision is None else f"{self.prefix}{self.vision.text}."
         inside = (name for name in self.whole_shapes if name.startswith(self.prefix))
         return frozenset(() if text is None else (name for name in inside if not name.startswith(text)))
 
     @property
     def fixed(self) -> frozenset[str]:
-        """The parameters without updates: state in buffers, and a vision tower that is not trained."""
+        """The names of the parameters that updates leave alone: state in buffers, and a vision tower that is not
+        trained."""
         return self.buffers if self.vision is None or self.vision.trains else self.buffers | self.seeing
 
     def text_of(self, skeleton: PreTrainedModel) -> PreTrainedModel:
@@ -385,8 +387,8 @@ def _wide(
 
 
 def state_dtype(model: Model, name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a parameter or buffer of a model in `dtype`: buffers, and parameters that transformers keeps in
-    float32 beside `dtype`, are in float32 or wider. Factors of an adapter follow their weight."""
+    """The dtype of a parameter or buffer when its model is in `dtype`. Buffers, and parameters that transformers keeps
+    in float32 beside `dtype`, are in float32 or wider. An adapter's factors follow their weight."""
     weight = name.removesuffix(FACTORS[0]).removesuffix(FACTORS[1])
     kept = name in model.buffers or weight in model.wide.get(dtype, ())
     return torch.promote_types(dtype, torch.float32) if kept else dtype
@@ -398,8 +400,8 @@ def kept_wide(model: Model, dtype: torch.dtype) -> frozenset[str]:
 
 
 def pass_dtype(model: Model, name: str, own: torch.dtype) -> torch.dtype:
-    """The dtype in which a pass uses a parameter stored in the dtype `own`: that of `state_dtype` for the compute
-    dtype. Buffers, codes, a value head and a bias of the vocabulary head keep their own.
+    """The dtype in which a pass uses a parameter stored in the dtype `own`: the one that `state_dtype` gives for the
+    compute dtype. Buffers, codes, a value head and a bias of the vocabulary head keep their own.
 
     Code that copies parameters for passes follows this rule, so that the copies equal a pass's own.
     """

@@ -108,7 +108,8 @@ def find_cuts(
 
 
 def _segments(name: str, size: int, config: PreTrainedConfig) -> tuple[int, ...]:
-    """The sizes of the projections that are merged along a dimension."""
+    """The sizes of the parts of a dimension of `size` in which a parameter merges several projections (queries, keys
+    and values; gate and up); one part if it merges none."""
     if _QKV.search(name):
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         queries = config.num_attention_heads * width

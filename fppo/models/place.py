@@ -108,7 +108,8 @@ class Prepared:
         return stage_layout(self.model, layout, pipeline, spans)
 
     def on(self, mesh: Mesh, cuts: Sequence[range] | None = None) -> Model:
-        """The model of this rank of the mesh. `cuts` are the layers of each pipeline stage; None: of equal work."""
+        """The model of this rank of the mesh. `cuts` are the layers of each pipeline stage; None: chosen so that the
+        stages have equal work."""
         tensor, pipeline = mesh["tensor"], mesh["pipeline"]
         placed = None if self.narrowed is None else self.narrowed.on(tensor)
         if self.dispatched is not None:
@@ -195,7 +196,7 @@ def tensor_axis(model: Model, mesh: Mesh) -> Axis:
 
 def tensor_parts(model: Model, params: Mapping[str, Tensor], mesh: Mesh) -> tuple[Model, Params]:
     """The model cut over its `tensor_axis` alone, with all layers, and this rank's parts of all parameters, gathered
-    over the other axes by collectives, without gradients. Without such an axis both are whole."""
+    over the other axes by collectives, without gradients. Without such an axis model and parameters are whole."""
     layout = model.layout
     if layout is None or tensor_axis(model, mesh).size == 1:
         return model.unplaced or model, whole_params(model, params, mesh)

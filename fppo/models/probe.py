@@ -47,7 +47,7 @@ class Probe:
     params: Params  # float32, on the CPU
     plain: PreTrainedModel
     inputs: RowInputs | None = None  # an image, and a video, if the model takes any
-    head: tuple[int, ...] = ()  # the tokens of a row up to the end of these
+    head: tuple[int, ...] = ()  # the first tokens of a row, up to the end of `inputs`
 
     def inputs_of(self, row: Tensor) -> RowInputs | None:
         """The images of a row of tokens [S] that begins with `head`; None for others."""
@@ -141,7 +141,8 @@ def compare(kind: str, got: Tensor, expected: Tensor, what: str) -> None:
 
 
 def _packed_logits(probe: Probe, rows: tuple[Tensor, ...]) -> tuple[Tensor, set[int]]:
-    """The logits [N, V] of rows packed into one, and the indices of the layers that called the attention seam."""
+    """The logits [N, V] of rows packed into one, and the indices of the layers that called the attention seam in the
+    pass."""
     asked: set[int] = set()
     inputs = [probe.inputs_of(row) for row in rows]
     hidden = packed_hidden(probe.model, probe.params, rows, asked, inputs)
@@ -193,7 +194,8 @@ def _filled(small: Model) -> Probe:
 
 
 def _parts(model: Model, count: int) -> set[str]:
-    """The names of the parameters before the head, without those of layers beyond the first `count`."""
+    """The names of the model's parameters before the head, without a vision tower's, and without those of layers beyond
+    the first `count`."""
     beyond = tuple(f"{model.prefix}{path}." for path in model.layers[count:])
     inside = {name for name in model.whole_shapes if name.startswith(model.prefix) and not name.startswith(beyond)}
     return inside - model.seeing

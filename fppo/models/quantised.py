@@ -311,7 +311,7 @@ def _grouped(input: Tensor, mat2: Tensor, offs: Tensor, bias: None = None, out_d
 
 
 def _item(weight: Quantised, index: Any) -> Tensor:
-    """Select one or some experts of a stack, still quantised."""
+    """Select one expert, or some, of a quantised stack, still quantised."""
     stored = weight.stored
     if weight.dim() != 3 or not (isinstance(index, int) or (isinstance(index, Tensor) and index.dtype != torch.bool)):
         return plain(weight)[index]

@@ -60,7 +60,7 @@ class _OuterTensor(NamedTuple):
 
 
 class _AttentionCall(NamedTuple):
-    """The record of a call of attention for its recomputation."""
+    """The record of a call of attention, from which a recomputed layer repeats it without computing it."""
 
     output: Any
     trains: bool
@@ -126,7 +126,8 @@ class _Calls:
     def _again(
         self, calls: Iterator[_AttentionCall], query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer
     ) -> Tensor:
-        """Save the recorded views of the inputs to the enclosing checkpoint, and return the recorded output."""
+        """Repeat a recorded call of attention without computing it: save the recorded views of its inputs to the
+        enclosing checkpoint, and return the recorded output."""
         inputs, call = _inputs(query, key, value, layer), next(calls)
         if [_Layout.of(x) for x in inputs] != call.inputs:
             raise RuntimeError("a recomputed layer called attention with inputs of another layout")
@@ -141,7 +142,7 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) ->
 
 
 def _over(attend: Attend, own: Attend) -> Attend:
-    """Replace the function of `attend` by `own`, and keep its `carry` of recurrent states, if it has one."""
+    """Make an `attend` that calls `own`, and keeps the `carry` of recurrent states of `attend` if it has one."""
     return attrs.evolve(attend, attend=own) if isinstance(attend, RowWise) else own
 
 

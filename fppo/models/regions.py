@@ -92,7 +92,8 @@ class EmbeddingSeam(_Seam):
 
 
 class WidthSeam(_Seam):
-    """A norm over a width cut by `cut`: gathers the width, and returns this rank's part of the result."""
+    """A norm over a width that is cut over the axis by `cut`: gathers the whole width, and returns this rank's part of
+    the result."""
 
     def __init__(self, inner: nn.Module, region: Region, cut: Cut) -> None:
         super().__init__(inner, region)
@@ -156,7 +157,7 @@ class ExpertsSeam(_Seam):
         return (back.view(*weights.shape, -1) * weights[..., None]).sum(1).to(hidden.dtype)
 
     def _of(self, rows: Tensor, numbers: Tensor) -> Tensor:
-        """The outputs of this rank's experts for rows, each with the local index of its expert."""
+        """The outputs of this rank's experts for `rows`; `numbers` are the local indices of the rows' experts."""
         (experts,) = self._inner
         if len(rows):
             return experts(rows, numbers[:, None], rows.new_ones(len(rows), 1))

@@ -21,7 +21,8 @@ from fppo.models.seams import take_place
 
 @attrs.frozen
 class Router:
-    """A router: its layer, the numbers of experts and of chosen ones, and the name of its bias if that is state."""
+    """A router: its layer, the numbers of experts and of chosen ones, and the name of its bias if that is a buffer,
+    which no gradient trains."""
 
     layer: int
     experts: int
@@ -38,8 +39,8 @@ class Routed(NamedTuple):
 
 
 class Routes:
-    """The choices of one pass's routers, by router index. `again` [N, L, k] int64 has choices to replay; `own` also
-    records the choices without replay."""
+    """The choices of experts that the routers make in one pass, by router index (`routed`). If given, the choices
+    `again` [N, L, k] int64 are replayed; with `own` the choices without replay are recorded too."""
 
     def __init__(self, again: Tensor | None = None, *, own: bool = False) -> None:
         self.again, self.own = again, own
@@ -52,7 +53,8 @@ class Routes:
 
 
 class RoutedLayer(nn.Module):
-    """Replaces a layer for one pass, its recomputation included."""
+    """Replaces a layer for one pass, in which its routers record or replay choices, also when the layer is
+    recomputed."""
 
     def __init__(self, layer: nn.Module, routers: Sequence[RouterSeam], routes: Routes) -> None:
         super().__init__()
@@ -71,7 +73,8 @@ class RoutedLayer(nn.Module):
 
 
 class RouterSeam(nn.Module):
-    """Replaces a router; without `Routes` it does what the router does."""
+    """Replaces a router, and records or replays choices while a `RoutedLayer` gives it `Routes`; else the router runs
+    as it is."""
 
     def __init__(self, number: int, router: nn.Module, experts: int) -> None:
         super().__init__()
@@ -99,7 +102,8 @@ class RouterSeam(nn.Module):
 
 
 class Choose(TorchFunctionMode):
-    """Within this context the topk of scores [N, `experts`] is `chosen` [N, k]; `own` records the real topk."""
+    """A context in which the topk of scores [N, `experts`] gives the indices `chosen` [N, k]; with `own` the indices of
+    the real topk are recorded."""
 
     def __init__(self, chosen: Tensor, experts: int, *, own: bool = False) -> None:
         super().__init__()
@@ -131,7 +135,8 @@ def experts_of(routed: Mapping[int, Routed], routers: Sequence[Router], like: Te
 
 
 def planned(config: PreTrainedConfig, rule: str, paths: Iterable[str]) -> list[str]:
-    """The paths, inside the base model, with this rule in transformers' plan of expert parallelism."""
+    """The paths of modules, among `paths` inside the base model, to which transformers' plan of expert parallelism
+    gives this rule."""
     plan: Mapping[str, str] = getattr(config, "base_model_ep_plan", None) or {}
     patterns = [re.escape(pattern).replace(r"\*", r"\d+") for pattern, own in plan.items() if own == rule]
     return [path for path in paths if any(re.fullmatch(pattern, path) for pattern in patterns)]

@@ -53,7 +53,8 @@ class RowGroup(NamedTuple):
 
 
 def grouped(lengths: Lengths, *, like: float) -> list[RowGroup]:
-    """Group the rows of a packed row, each no shorter than `like` times the longest of its group."""
+    """Group the rows of a packed row by length: each row of a group has at least `like` times the length of the
+    longest."""
     sizes = lengths.lengths
     starts = [0, *accumulate(sizes)]
     groups: list[list[int]] = []

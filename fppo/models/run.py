@@ -78,7 +78,7 @@ class Bound:
         compiled: bool = False,
         partial: bool = False,
     ) -> Bound:
-        """The model with these parameters; see `bind`."""
+        """Bind the model to these parameters; arguments and errors are those of `bind`."""
         if not partial:
             params = model.joined(params)
             missing = [name for name in model.all_shapes if name.startswith(model.prefix) and name not in params]
@@ -119,8 +119,8 @@ def _base_params(model: Model, params: Params) -> Params:
 
 
 def _bound(model: Model, name: str, x: Tensor) -> Tensor:
-    """A parameter as a pass takes it: cast, and zero on all but the first rank if it is added once to a sum of
-    ranks."""
+    """A parameter as a pass takes it: cast; and, if it is added once to a sum over ranks, zero on all ranks but the
+    first."""
     if name in model.buffers or is_coded(name):
         return x.detach()
     layout = model.layout

@@ -114,7 +114,7 @@ def _save_others(
 
 
 def _check(model: Model, params: Params, mesh: Mesh) -> None:
-    """Raise ValueError unless the parameters are this rank's of the model."""
+    """Raise ValueError unless `params` have the names and shapes of this rank's parameters of the model."""
     misfits = sorted(set(params) ^ set(model.shapes))
     own = fsdp.shard_shapes(model.shapes, mesh, model.cuts)
     misfits = misfits or [name for name, x in params.items() if tuple(x.shape) != own[name]]
@@ -286,7 +286,8 @@ def _filled(module: PreTrainedModel, named: Params) -> Params:
 
 
 def _made_of(convert: Callable[[Params], Params], params: Params, stored: Params) -> dict[str, Names]:
-    """The smallest group of parameters that each stored tensor can be converted from: one, a layer's, or all."""
+    """For each stored tensor the names of the parameters that it is converted from. All tensors have groups of the same
+    kind, the smallest that works: one parameter, a layer's, or all."""
     for place in (lambda name: name, lambda name: _FIRST_NUMBER.findall(name)[0], lambda _: ""):
         groups: dict[str, list[str]] = {}
         for name in params:

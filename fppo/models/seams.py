@@ -34,13 +34,13 @@ class Attend(Protocol):
 
 
 class Through(Protocol):
-    """A wrapper of layers for one pass: `routing.Routes`."""
+    """Wrap layers for one pass, as `routing.Routes` does."""
 
     def through(self, layer: nn.Module) -> nn.Module: ...
 
 
 class ApplyLayer(Protocol):
-    """Apply layer `index`; plainly, `layer(*args, **kwargs)`."""
+    """Apply layer `index` of a model. The simplest implementation returns `layer(*args, **kwargs)`."""
 
     def __call__(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any: ...
 
@@ -140,7 +140,7 @@ def find_layers(base: PreTrainedModel) -> tuple[str, ...]:
 
 
 def put_seams(base: PreTrainedModel, layers: tuple[str, ...], *, handing: bool = False) -> None:
-    """Replace each of `layers` in `base` by its seam; `handing` for a model that may pass no keywords on to them."""
+    """Replace each of `layers` in `base` by its seam; `handing`: the model may pass no keywords on to its layers."""
     handed = Handed() if handing else None
     parent = base.get_submodule(layers[0].rpartition(".")[0])
     for i, layer in enumerate(list(parent.children())):

@@ -21,8 +21,8 @@ from fppo.models.run import Bound
 
 @attrs.frozen(eq=False)
 class Adapter:
-    """A low-rank adapter without its base: the factors by weight name, whether each weight is stored [in, out], and,
-    for passes, the factors of the vocabulary head."""
+    """A low-rank adapter without its base: the `factors` by weight name, whether each weight is stored [in, out]
+    (`flipped`), and, for passes, the factors of the vocabulary `head`."""
 
     factors: Mapping[str, Factors]
     flipped: Mapping[str, bool]
@@ -39,7 +39,7 @@ class Adapter:
 
 
 class OwnRows(NamedTuple):
-    """Rows of a pass that use an adapter."""
+    """An adapter, and the rows of a pass that use it."""
 
     adapter: Adapter
     rows: slice | Tensor  # or int64 [R]

@@ -191,7 +191,8 @@ def _with_copies(model: Model, other: Model) -> Model:
 
 
 class Relay:
-    """An `apply_layer` of a pipeline stage: applies its layers, by another `apply_layer` if given; skips others."""
+    """An `apply_layer` of a pipeline stage: applies the stage's layers, by `apply_layer` if given, and skips all
+    others."""
 
     def __init__(self, span: Span, received: Tensor | None, apply_layer: ApplyLayer | None) -> None:
         self._span, self._received, self._apply = span, received, apply_layer

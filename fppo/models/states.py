@@ -27,7 +27,8 @@ _TOKENS = 2  # in the trial of a mixer
 
 
 class Found(NamedTuple):
-    """A module's use of a cache in a trial: the argument's name, and the size of the recurrent state."""
+    """How a module used a cache in a trial: the name of the argument that takes it, and the size of its recurrent
+    state."""
 
     cache: str
     numbers: int
@@ -118,7 +119,9 @@ def _put_seams(layer: nn.Module, found: Mapping[str, Found]) -> list[StateSeam]:
 
 @torch.no_grad()
 def _found(module: nn.Module, config: PreTrainedConfig, number: int) -> Found | None:
-    """The use of a model's cache by a module on meta, found by passing it as each argument in turn; None without."""
+    """How a module on meta uses a model's cache of layer `number`: the argument that takes the cache, found by passing
+    one as each argument in turn, and the size of the recurrent state that it gets. None for a module that leaves every
+    cache empty."""
     for name in list(inspect.signature(module.forward).parameters)[1:]:  # its wrappers may know older names
         cache = DynamicCache(config=config)
         hidden = torch.zeros(1, _TOKENS, config.hidden_size, device="meta")
@@ -175,7 +178,7 @@ def check_rows_whole(config: PreTrainedConfig, sizes: Mapping[str, int]) -> None
 
 
 def has_attention(config: PreTrainedConfig) -> bool:
-    """Whether any layer has attention, by the config."""
+    """Whether any layer has attention, according to the config."""
     kinds = getattr(config, "layer_types", None)
     return kinds is None or not set(kinds) <= WITHOUT_ATTENTION
 
@@ -186,6 +189,7 @@ def slides_along(kind: str) -> bool:
 
 
 def without_tokens(config: PreTrainedConfig) -> set[int]:
-    """The indices of the layers without mixing between tokens."""
+    """The indices of the layers in which tokens do not affect each other: neither by attention nor by a recurrent
+    state."""
     kinds = getattr(config, "layer_types", None) or ()
     return {number for number, kind in enumerate(kinds) if kind in ALONE}

@@ -51,7 +51,7 @@ def vision_of(config: PreTrainedConfig, base: PreTrainedModel) -> Vision:
 
 
 def image_token(config: PreTrainedConfig) -> int | None:
-    """The placeholder id of an image feature in prompts, if the config names it."""
+    """The token id that stands for an image feature in prompts; None if the config does not name it."""
     token = getattr(config, "image_token_id", None)
     return getattr(config, "image_token_index", None) if token is None else token
 

@@ -112,8 +112,8 @@ def _check_tokens(vision: Vision, tokens: Tensor, numbers: Tensor, counts: tuple
 
 
 def row_positions(model: Model, inputs: RowInputs) -> tuple[Tensor, int]:
-    """The positions [3, n] of a row's tokens up to its last image's or video's, by the model's own rule, and that of
-    the token after it."""
+    """The positions [3, n] of a row's tokens up to the last one of its images and videos, by the model's own rule; and
+    the position of the token after them."""
     assert model.vision is not None
     last = int(torch.cat([inputs.places, inputs.video_places]).max())
     kinds = torch.zeros(1, last + 2, dtype=torch.int32)
@@ -220,8 +220,8 @@ def see(model: Model, skeleton: PreTrainedModel, tokens: Tensor, images: Images)
 def _features(
     skeleton: PreTrainedModel, tensors: Mapping[str, Tensor], counts: tuple[int, int]
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """The features of all images, then of all videos, as from `image_features`. Raises ValueError unless their numbers
-    are `counts`."""
+    """The features of all images, then of all videos, as from `image_features`. Raises ValueError unless there are as
+    many image and video features as `counts` says."""
     of_images = {name: x for name, x in tensors.items() if name not in (*VIDEOS, TIMES)}
     of_videos = {name: tensors[name] for name in VIDEOS if name in tensors}
     parts: list[tuple[Tensor, Sequence[Tensor]]] = []
@@ -243,7 +243,7 @@ def image_features(skeleton: Any, tensors: Mapping[str, Tensor]) -> tuple[Tensor
 
 
 def video_features(skeleton: Any, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-    """The features [N, H] of all videos, and those for first layers, as from `image_features`."""
+    """The features [N, H] of all videos, and those for each of the text model's first layers, if any."""
     return _together(skeleton.get_video_features(**tensors, return_dict=True))
 
 

@@ -23,7 +23,8 @@ _HEADS, _INNER = 2, 64
 
 
 def with_text(vision: Vision, text: PreTrainedConfig) -> PreTrainedConfig:
-    """The whole config with a text model's config `text`, a small vision tower, and placeholder ids below 64."""
+    """The config of a model of images and text, with `text` as the text model's config, a small vision tower, and
+    placeholder ids below 64."""
     config = copy.deepcopy(vision.config)
     before = config.get_text_config()
     name = next(name for name in config.sub_configs if getattr(config, name, None) is before)
@@ -43,7 +44,8 @@ def with_text(vision: Vision, text: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _shorten(tower: Any) -> None:
-    """Reduce the layers to the longest list of layer indices, two at least."""
+    """Reduce a vision tower's number of layers to the length of its longest list of layer indices, or to 2 if that is
+    more, and renumber these lists from 0."""
     lists = [name for name, x in vars(tower).items() if name.endswith("indexes") and isinstance(x, (list, tuple))]
     depth = max([2, *(len(getattr(tower, name)) for name in lists)])
     for name in lists:
@@ -54,8 +56,8 @@ def _shorten(tower: Any) -> None:
 
 
 def _narrow(tower: Any, before: int, hidden: int) -> None:
-    """Reduce the tower to two heads, a narrow block and an image of few patches; widths equal to the text's follow
-    it."""
+    """Reduce the tower to two heads, a narrow block and an image of few patches; its other widths that equal the text
+    model's, `before`, become `hidden`."""
     own = vars(tower)
     width = "embed_dim" if "embed_dim" in own else "hidden_size"
     heads = next((name for name in ("num_heads", "num_attention_heads") if name in own), None)
@@ -78,7 +80,7 @@ def _narrow(tower: Any, before: int, hidden: int) -> None:
 
 def probe_inputs(vision: Vision, base: PreTrainedModel, before: Sequence[int]) -> tuple[RowInputs, list[int]]:
     """The inputs of a row with an image after the words `before`, then a video if the model takes any, and the row's
-    tokens up to there. `base` runs the vision tower."""
+    tokens up to the end of these. `base` runs the vision tower."""
     tensors, generator = _image(base), Key(0).fold("video").generator()
     with torch.no_grad():
         count = len(image_features(base, tensors)[0])
@@ -102,7 +104,8 @@ def probe_inputs(vision: Vision, base: PreTrainedModel, before: Sequence[int]) -
 
 
 def _frames_apart(base: Any, grid: Tensor, token: int) -> bool:
-    """Whether the model's positions need words between the frames of a video (Qwen3-VL)."""
+    """Whether the model can compute positions only if the frames of a video are apart, with words between them
+    (Qwen3-VL)."""
     count = int(grid.prod()) // base.config.vision_config.spatial_merge_size**2
     kinds = torch.full((1, count), 2, dtype=torch.int32)
     try:

@@ -76,7 +76,7 @@ class PreparedRows(Experience):
 
 @attrs.frozen(kw_only=True)
 class PolicyObjective:
-    """The objective of an update of the policy: see `UpdateActor`."""
+    """The objective that updates of the policy minimise, per mini-batch; `UpdateActor` has its formula."""
 
     loss_fn: LossFn | SelectiveLoss
     terms: PolicyTerms = PLAIN
@@ -131,13 +131,14 @@ class UpdateActor:
     reference)), with weights [B, T] from `losses.loss_weights` over the whole mini-batch, plus nll_coef * the mean of
     -log-prob over tokens of responses with a positive outcome (VAPO, arXiv:2504.05118). The KL term has its tokens'
     importance weights, and those of the rows' correction (`losses.kl_term`). Tokens outside the batch's `entropy_mask`
-    have no entropy bonus; that of the others is not raised in return.
-    `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss with its scalars bound.
+    have no entropy bonus; that of the others is not raised in return. `loss_fn(log_probs, old_log_probs, advantages,
+    mask)` is a policy loss with its scalars bound.
 
     `old_log_probs` is the source of the old log-probs. "pass": those of a pass before the update. "engine": the
-    engine's, and `rollout_gap` is reported for the first mini-batch, whose pass runs the policy before the update.
+    engine's; `rollout_gap` is then reported for the first mini-batch, whose pass runs the policy before the update.
     "update": those of the update's own pass, and the gap is reported; right for a single mini-batch and epoch, where
-    the ratio is 1. "auto": either, chosen by the gap (`pipeline.stages.Annotate`).
+    the ratio is 1. "auto": "engine" if the engine's are found to be the policy's own, else "pass"
+    (`pipeline.stages.Annotate`).
 
     For a model with experts their loads are reported. With `forward.replay` routers choose the batch's experts, which
     `terms.balance_coef` needs. `record` replays passes of few tokens on a GPU by one launch each.

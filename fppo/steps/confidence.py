@@ -26,7 +26,8 @@ SIGNS = 8  # features before each token
 
 
 def init_confidence(key: Key, *, width: int = 64, outputs: int = 1, members: int = 1, signs: int = 0) -> Params:
-    """Initialise a perceptron with SIGNS inputs and K outputs, or an ensemble; see `init_perceptron`."""
+    """Initialise a perceptron with SIGNS inputs and `outputs` outputs, or an ensemble of `members`; see
+    `init_perceptron`."""
     shape = {"width": width, "outputs": outputs, "members": members, "signs": signs}
     return init_perceptron(key.fold("confidence"), SIGNS, **shape)
 

@@ -28,7 +28,7 @@ def as_it_is(batch: Any) -> Any:
 
 @attrs.frozen(kw_only=True)
 class ValueObjective:
-    """The objective of an update of the critic: see `UpdateCritic`."""
+    """The objective that updates of the critic minimise: the weighted sum of a value loss over tokens."""
 
     loss_fn: ValueLossFn
 

@@ -91,11 +91,11 @@ class RoutedPass:
     """
 
     routes: Routes
-    counted: Tensor  # [N] bool
+    counted: Tensor  # [N] bool: tokens of rows with a response
     shape: tuple[int, ...]
     index: Tensor | None = None
     places: Tensor | None = None
-    times: Tensor | None = None  # [N] int64; None: once each
+    times: Tensor | None = None  # [N] int64; None: each token counts once
 
 
 def counted(attention_mask: Mask, response_mask: Mask) -> Mask:
@@ -104,8 +104,8 @@ def counted(attention_mask: Mask, response_mask: Mask) -> Mask:
 
 
 def check_routers(model: Model, what: str) -> tuple[Router, ...]:
-    """The model's routers. Raises ValueError if it has none, or if they cannot report; `what` names the setting to
-    leave out."""
+    """The model's routers. Raises ValueError if the model has none, or if they cannot report their choices; `what`
+    names the setting to leave out."""
     if model.compile_layers:
         raise ValueError(f"compiled layers do not report their routers' choices: {what}, or compile_layers")
     if not model.routers:
@@ -119,7 +119,7 @@ def reports_loads(model: Model) -> bool:
 
 
 def own_routers(model: Model) -> list[int]:
-    """The indices of the routers that a rank runs in a pass."""
+    """The indices, in `Model.routers`, of the routers in the layers that this rank runs."""
     layers = {layer for span in model.spans for layer in span.layers} or range(len(model.layers))
     return [number for number, router in enumerate(model.routers) if router.layer in layers]
 
@@ -133,7 +133,8 @@ def check_biases(model: Model, what: str) -> None:
 
 
 def columns(rows: _RoutedRows, *, tells: Sequence[str], replay: bool) -> dict[str, Tensor]:
-    """The columns of the rows for the routers' part of a pass, [B, S, ...]; none if it neither reports nor replays."""
+    """The rows' columns [B, S, ...] that the routers' part of a pass needs; none if the pass neither reports routers'
+    outputs (`tells`) nor replays choices."""
     if not (tells or replay):
         return {}
     found = {"counted": counted(rows.attention_mask, rows.response_mask)}
@@ -177,7 +178,7 @@ def times_of(counted: Mask, real: Tensor, places: Tensor, total: int) -> Int[Ten
 def of_routers(
     routed: RoutedPass | None, outputs: Sequence[str], model: Model, mesh: Mesh, pad: Callable[..., Tensor]
 ) -> dict[str, Any]:
-    """Compute the outputs that routers report."""
+    """Compute the requested `outputs` that routers report, by name; none for a pass without a routers' part."""
     if routed is None:
         return {}
     makes: dict[str, Callable[[], Any]] = {
@@ -260,15 +261,16 @@ def router_totals(rows: Annotated, model: Model) -> RouterTotals:
 def router_terms(
     loads: Tensor | None, sums: RouterSums | None, losses: RouterLosses | None, prefix: str
 ) -> tuple[list[Tensor], Metrics]:
-    """The terms that a pass's routers add to its loss, 0-d tensors, and their metrics."""
+    """The losses of a pass's routers, 0-d tensors to be added to the pass's loss, and the metrics of loads and losses,
+    with names that begin with `prefix`."""
     report: Metrics = {} if loads is None else {f"{prefix}/{LOAD}": Sum(loads)}
     terms = {} if losses is None or sums is None else losses.of(sums)
     return [*terms.values()], report | {f"{prefix}/{name}": metrics.term(x) for name, x in terms.items()}
 
 
 def with_router_terms(report: Metrics, prefix: str, others: Sequence[Metrics], axis: Axis) -> Metrics:
-    """Add the router metrics of all pipeline stages to `report`, the last stage's metrics, which all ranks hold;
-    `others` are this rank's. Every rank must call."""
+    """Add the router metrics of all other pipeline stages to `report`, which holds the last stage's metrics on all
+    ranks; `others` are the metrics of this rank's stages before the last. Every rank must call."""
     own, added = metrics.merge(*others), Metrics()
     for name in (f"{prefix}/{x}" for x in (LOAD, BALANCE, Z)):
         if (last := report.get(name)) is not None:

@@ -270,8 +270,9 @@ def ordered_passes(rows: Rows, micro_batching: MicroBatching, forward: Forward) 
 def for_passes(
     params: Params | Whole | OnHost, forward: Forward, record: Recorder | None = None
 ) -> Params | Gathered | OnHost:
-    """Prepare parameters for several passes: gathered whole if the sharding keeps them between passes, else only those
-    outside the layers; uncut ones are cast once, and placed for recorded passes."""
+    """Prepare parameters for several passes. If the sharding keeps whole parameters between passes, gather all of them,
+    else only those outside the layers. Parameters that are not cut are cast once, into buffers if passes are
+    recorded."""
     mesh = forward.mesh
     if isinstance(params, dict) and not mesh.sharded:
         return ready(params, forward, record)

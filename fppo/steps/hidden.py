@@ -22,8 +22,8 @@ from fppo_kernels.shapes import Float
 
 
 def init_hidden(key: Key, size: int, *, width: int = 64, outputs: int = 1, members: int = 1, signs: int = 0) -> Params:
-    """Initialise a perceptron over hidden states of `size` features (`models.hidden_width`) with K outputs, or an
-    ensemble; see `init_perceptron`."""
+    """Initialise a perceptron over hidden states of `size` features (`models.hidden_width`) with `outputs` outputs, or
+    an ensemble of `members`; see `init_perceptron`."""
     shape = {"width": width, "outputs": outputs, "members": members, "signs": signs}
     return init_perceptron(key.fold("hidden"), size, **shape)
 

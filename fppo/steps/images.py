@@ -32,7 +32,7 @@ def packed_images(
     shared: SharedRow | None = None,
 ) -> tuple[Images | None, Tensor]:
     """The images of a packed row [N] of `rows` with these `lengths` [B], and the positions of its tokens, [N] or [3,
-    N]. Rows that share tokens share the images among them."""
+    N]. If rows share tokens (`shared`), images among these occur once."""
     inputs: Column | None = getattr(rows, "inputs", None)
     if inputs is None:
         return None, positions

@@ -144,13 +144,13 @@ class Objective:
 
 @attrs.frozen(eq=False)
 class _Passes:
-    """The passes of a mini-batch: the loss of each, and what all of them share."""
+    """The loss of each pass of a mini-batch, and the parameters of that loss, which all passes share."""
 
     objective: Objective
     forward: Forward
     scale: Tensor | None  # 0-d, a factor of the loss; None: no factor
     routers: RouterLosses | None
-    prefix: str
+    prefix: str  # of metrics' names
 
     def loss(
         self,
@@ -377,7 +377,8 @@ def _inputs(params: Params, forward: Forward, record: Recorder | None) -> Params
 def _stage_gradients(
     params: Params, mini: MiniBatch, passes: _Passes, *, make_schedule: MakeSchedule
 ) -> tuple[Params, Metrics]:
-    """`_gradients` on a pipeline axis."""
+    """This rank's share of a mini-batch's gradient on a pipeline axis, and the metrics: sums over the passes of all
+    stages, run by the schedule."""
     forward, mesh, kinds = passes.forward, passes.forward.mesh, [x.dtype for x in params.values()]
     inputs, given = _inputs(params, forward, None), list(micro_batches(mini, forward))
     others: list[Metrics] = []

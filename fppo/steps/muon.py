@@ -1,7 +1,7 @@
 """Muon: momentum whose matrices are made orthogonal before they are applied.
 
 K. Jordan et al., 2024, https://kellerjordan.github.io/posts/muon; sizes and weight decay of J. Liu et al., 2025,
-arXiv:2502.16982. As in the former, AdamW updates all that is not a matrix between hidden states: embeddings, heads,
+arXiv:2502.16982. As Jordan proposes, AdamW updates all that is not a matrix between hidden states: embeddings, heads,
 norms, biases and convolutions. It also updates gates: a row of a router's gate is the vector of an expert, as a row of
 a head is that of a token, and a gate of one row has no other row to be orthogonal to.
 """

@@ -30,8 +30,8 @@ class Update(Protocol):
     """Compute new parameters, new optimizer state, and metrics, from gradients that are already summed over all ranks.
 
     `step` is the number of earlier updates, or the position on the schedule (`steps.clock`), which may have a fraction.
-    On a mesh that cuts parameters all three trees are shards. With `donate` the function takes over the memory of all
-    three, and leaves them empty.
+    On a mesh that cuts parameters, parameters, gradients and state are shards. With `donate` the function takes over
+    the memory of all three trees, and leaves them empty.
     """
 
     def __call__(
@@ -78,8 +78,8 @@ def clipped(
     """Make an optimizer of a function that updates in place, by adding clipping to a global norm, skipping and
     donation.
 
-    The norm is that of all gradients on all ranks. One that is not finite leaves parameters and state as they were, bit
-    for bit, and counts as `skipped`: decided on the device, without waiting for it.
+    The norm is that of all gradients on all ranks. If it is not finite, parameters and state stay as they were, bit for
+    bit, and the update counts as `skipped`. The device decides that, and the host does not wait for it.
 
     Metrics: grad_norm (before clipping), lr (of a `schedule`), skipped (0 or 1).
     """
@@ -123,8 +123,8 @@ def _update(
 
 
 def _mapped_as(norm: Tensor, schedule: Schedule | None, step: float) -> Callable[[Any], Any]:
-    """A function that copies trees such that vmap maps over them wherever it maps over a gradient or the rate, so that
-    they can be written into."""
+    """Make a function that copies trees. If vmap maps over a gradient or the learning rate, it maps over the copies
+    too, so that results can be written into them."""
     rate = norm if schedule is None else torch.as_tensor(schedule(step), device=norm.device)
     nothing = torch.zeros_like(norm, dtype=torch.bool) & torch.zeros_like(rate, dtype=torch.bool)
     return lambda each: tree.map(lambda x: torch.where(nothing, torch.zeros_like(x), x), each)
@@ -187,7 +187,8 @@ def adamw(
 ) -> Optimizer:
     """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) by a kernel like `fppo_kernels.adamw.adamw_`.
 
-    The kernel clips and skips too, so that each tensor is read and written once. `max_grad_norm` None does not clip.
+    The kernel clips and skips too, so that each tensor is read and written once. With `max_grad_norm` None gradients
+    are not clipped.
     """
     write_ = adamw_write(schedule, betas=betas, eps=eps, weight_decay=weight_decay, kernel=kernel)
     return clipped(init_adamw, write_, max_grad_norm=max_grad_norm, schedule=schedule)._replace(kernel=kernel)
@@ -372,7 +373,8 @@ def from_function(
 
 
 def kept_on_host(optimizer: Optimizer, lane: Lane) -> Optimizer:
-    """Wrap an optimizer so that its state is on the host between updates, and whole on the lane's device during one.
+    """Wrap an optimizer so that its state is on the host between updates, and on the lane's device, all of it, during
+    an update.
 
     AdamW has a kernel for this that takes less of the device's memory: `offload.offloaded_adamw`.
     """

@@ -112,7 +112,7 @@ class TokenOutputs(NamedTuple):
     hidden: Outputs | None = None
     routed: Int[Tensor, "b s l k"] | None = None
     loads: Float[Tensor, "l e"] | None = None  # over the tokens of rows with a response
-    router_sums: RouterSums | None = None  # likewise
+    router_sums: RouterSums | None = None  # over these tokens, too
 
 
 def check_outputs(model: Model, outputs: Sequence[str]) -> None:

@@ -68,7 +68,7 @@ class Masks(NamedTuple):
 
     @property
     def depths(self) -> list[int]:
-        """For each row, the length of the prefix that another row computes."""
+        """For each row, the length of the prefix that it shares with another row, which computes it."""
         rows = self.sorted()
         return [] if rows is None else rows.depths
 
@@ -105,7 +105,8 @@ def sorted_rows(rows: Masked) -> SortedRows:
 
 
 def worth(masks: Masks, forward: Forward) -> Masks:
-    """The masks, with the rows' tokens only if sharing common prefixes pays, according to `Forward.share_prompts`."""
+    """The masks of rows, with the rows' tokens only if sharing common prefixes pays, according to
+    `Forward.share_prompts`; without tokens nothing is shared."""
     if masks.tokens is None or not _shares(forward):
         return masks._replace(tokens=None)
     rows = masks.sorted()
@@ -113,7 +114,8 @@ def worth(masks: Masks, forward: Forward) -> Masks:
 
 
 def saves_enough(rows: SortedRows, forward: Forward) -> bool:
-    """Whether sharing common prefixes of these rows saves enough in passes of a forward."""
+    """Whether sharing common prefixes of these rows saves enough tokens: any at all, or the fraction `LEAST_SAVED` if
+    `Forward.share_prompts` is "auto"."""
     return _shares(forward) and rows.saved > (LEAST_SAVED if forward.share_prompts == "auto" else 0.0)
 
 
@@ -142,7 +144,7 @@ def multiple(mesh: Mesh) -> int:
 
 
 class Own(NamedTuple):
-    """The subset of M tokens of the packed row that this rank has."""
+    """The tokens of this rank, out of M tokens of the packed row."""
 
     numbers: Tensor | slice  # indices among the M tokens
     places: Tensor  # indices among this rank's tokens
@@ -157,12 +159,12 @@ class Own(NamedTuple):
 
 
 class SharedRow(NamedTuple):
-    """A packed row of N tokens whose rows, of R tokens in all, share some."""
+    """A packed row of N tokens that holds once the tokens that several rows share; the rows have R tokens in all."""
 
     keys: SharedKeys
     reads: Readings  # readings of this rank's tokens before response tokens
     real: Places  # the places of the R tokens of all rows
-    places: Tensor  # [R]: the index of each in the packed row
+    places: Tensor  # [R]: the index of each of these in the packed row
 
 
 @attrs.frozen(eq=False)
@@ -180,13 +182,13 @@ class Indices:
     real: Places
     responses: Tensor  # [M]: indices of the response tokens in [B * T]
     before: Tensor  # [M]: the index of the token before each, among all ranks' tokens, rank by rank
-    own: Own  # which of these are on this rank
+    own: Own  # the tokens of `before` on this rank
     length: int  # tokens of this rank's slice of the row, between blocks
     dealt: Deal | None  # the deal of the packed row, on a context axis
     shared: SharedRow | None = None  # if rows share tokens; `real` are then the distinct tokens, piece by piece
 
     def of(self, rows: Masked, mesh: Mesh, packed: bool) -> bool:
-        """Whether these are the indices of exactly these rows, on this mesh, packed or not."""
+        """Whether these indices are those of exactly these `rows`, on this mesh, and packed or not as requested."""
         same = self.attention_mask is rows.attention_mask and self.response_mask is rows.response_mask
         return same and self.mesh is mesh and self.packed == packed
 
@@ -246,9 +248,10 @@ def find_indices(rows: Masked, masks: Masks, model: Model, mesh: Mesh, *, packed
 
 
 def _shared(pieces: PackedPieces, every: Places, own: Own, length: int, axis: Axis, device: torch.device) -> SharedRow:
-    """Describe a shared row, for passes over pieces.
+    """Describe the packed row of `pieces`, whose rows share tokens.
 
-    `own` are the tokens before response tokens, out of a rank's `length` tokens.
+    `every` has the places of all rows' tokens, and `own` the tokens before response tokens, out of the `length` tokens
+    of this rank. Padding fills the row up to the ranks' equal lengths, as a piece of its own.
     """
     fill = length * axis.size - len(pieces.index)
     return SharedRow(
@@ -302,13 +305,13 @@ def slice_of(packed: Packed, kernels: Kernels, mesh: Mesh, indices: Indices) -> 
 
 
 def places_of_rows(places: Tensor, indices: Indices) -> Tensor:
-    """For each token of the rows, row by row, its entry of `places` [N], the values of packed tokens."""
+    """Read `places` [N], one number for each packed token, at every token of the rows, row by row."""
     return places if indices.shared is None else places[indices.shared.places]
 
 
 def own_tokens(tokens: Tensor, length: int, axis: Axis) -> Own:
-    """Select this rank's tokens from `tokens` [M], indices among all ranks' tokens, rank by rank; it has `length`
-    tokens in all. A token may occur several times. With several ranks it waits for the device."""
+    """Select this rank's tokens from `tokens` [M], which are indices among all ranks' tokens, rank by rank. Each rank
+    has `length` tokens. A token may occur several times. With several ranks it waits for the device."""
     if axis.size == 1:
         return Own(slice(None), tokens)
     ranks = tokens // length
@@ -322,7 +325,8 @@ def own_tokens(tokens: Tensor, length: int, axis: Axis) -> Own:
 
 
 def gathered(columns: Sequence[Tensor], own: Own, axis: Axis) -> Sequence[Tensor]:
-    """Gather this rank's values [m, ...] into values of all M tokens, on every rank, by one collective."""
+    """Gather `columns` of this rank's tokens, each [m, ...], into columns of all M tokens, [M, ...], on every rank, by
+    one collective."""
     if own.slots is None:
         return columns
     flat = [x.flatten(1) if x.dim() > 1 else x[:, None] for x in columns]

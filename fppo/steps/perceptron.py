@@ -31,11 +31,12 @@ UNCLIPPED = partial(losses.value_loss, clip=None)
 
 
 def init_perceptron(key: Key, inputs: int, *, width: int, outputs: int, members: int = 1, signs: int = 0) -> Params:
-    """Initialise a perceptron with one hidden layer and outputs of 0: float32 `in_weight` [width, inputs], `in_bias`
-    [width], `out_weight` [K, width], `out_bias` [K].
+    """Initialise a perceptron with one hidden layer: float32 `in_weight` [width, inputs], drawn from `key`, `in_bias`
+    [width], `out_weight` [outputs, width] and `out_bias` [outputs]. All but `in_weight` are 0, so that it first gives
+    0.
 
-    An ensemble of N `members` has a first dimension N. A privileged critic has `signs` more inputs, for features of the
-    truth.
+    `members` above 1 makes an ensemble, whose parameters have a further first dimension of that size. A privileged
+    critic reads `signs` more inputs, the features of the truth.
     """
     inputs += signs
     if members > 1:
@@ -51,8 +52,8 @@ def init_perceptron(key: Key, inputs: int, *, width: int, outputs: int, members:
 
 
 def perceptron(params: Params, seen: Float[Tensor, "b t f"]) -> Float[Tensor, "*n b t k"]:
-    """Compute outputs [B, T, K] from features `seen` [B, T, F]; for an ensemble of N those of all members, [N, B, T,
-    K]."""
+    """Compute the outputs [B, T, K] of a perceptron for features `seen` [B, T, F], or of an ensemble's N members,
+    [N, B, T, K]."""
     seen = seen.to(params["in_weight"].dtype)
     if params["in_weight"].dim() == 2:
         hidden = F.gelu(F.linear(seen, params["in_weight"], params["in_bias"]))
@@ -86,9 +87,9 @@ def update_perceptron(
 ) -> tuple[TrainState, Metrics]:
     """Update a perceptron critic in `loop.epochs` passes over `batch`, whose features are `seen` [B, T, F].
 
-    It reads `truth_signs` too, if the batch has them, and minimises a value loss as in `UpdateCritic`. Each member of
-    an ensemble learns from its own rows (`member_of`). All ranks hold all rows and compute the same. Raises ValueError
-    for a batch without values, and for a loss that is not [B, T].
+    The critic also reads the batch's `truth_signs`, if there are any, and minimises a value loss as in `UpdateCritic`.
+    Each member of an ensemble learns from its own rows (`member_of`). All ranks hold all rows and compute the same.
+    Raises ValueError for a batch without values, and for a loss that is not [B, T].
     """
     if batch.values is None:
         raise ValueError("the update of a critic needs values in the batch: annotate it first")

@@ -28,8 +28,8 @@ class UpdateFn(Protocol):
 
 
 def moved(scale: Scale, returns: Tokens, mask: Mask, *, rate: float) -> Scale:
-    """Update the statistics with a batch, whose weight is `rate`: batch i of n then has weight (1 - rate)^(n - i). A
-    batch without tokens changes nothing."""
+    """Update the statistics with a batch, whose weight is `rate`: after n batches, batch i has the weight
+    rate * (1 - rate)^(n - i). A batch without tokens changes nothing."""
     if not mask.any():
         return scale
     own = returns.detach()[mask].double()

@@ -54,7 +54,8 @@ def deal(count: int, mesh: Mesh) -> list[list[int]]:
 
 
 def imbalance(model: Model, rows: SortedRows, shared: Sequence[Sequence[int]]) -> float:
-    """The work of the busiest rank relative to the mean; 1 is ideal."""
+    """The work of the rank with the most work, relative to the mean of all ranks; 1 is ideal. `shared` are the row
+    indices of each rank's share."""
     parts = [rows.part(part) for part in shared]
     work = [flops.forward_flops(model, part.lengths, shared=part.depths) for part in parts]
     return max(work) * len(work) / max(sum(work), 1.0)
@@ -115,7 +116,8 @@ def mini_batches(row_ids: RowIds, size: int, *, key: Key | None = None, groups: 
 
 
 def rounds(counts: Sequence[int], mesh: Mesh, device: torch.device) -> list[int]:
-    """The number of micro-batches, at least one, that this rank runs for each mini-batch; it has `counts` of its own.
+    """The number of micro-batches, at least one, that this rank runs for each mini-batch, blank ones included; `counts`
+    are the numbers of its own micro-batches.
 
     Ranks that share parameters run equally many, since every pass gathers parameters or exchanges tokens.
     """

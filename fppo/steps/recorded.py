@@ -64,7 +64,8 @@ class _Untold:
 
 
 class _KeptPass(NamedTuple):
-    """A pass that may be replayed: its function and its input buffers."""
+    """A pass that may be replayed: its function `run`, the buffers of its inputs, and the `signature` of the passes
+    that it fits."""
 
     signature: tuple[Any, ...]
     columns: list[Any]
@@ -101,7 +102,8 @@ class Recorder:
         return kept
 
     def takes(self, params: Any, columns: Any, masks: Masks | None, forward: Forward) -> bool:
-        """Whether a pass may be recorded: its parameters must come from `placed`."""
+        """Whether a pass may be recorded. Among the conditions: its parameters come from `placed`, and it has at most
+        `most_tokens` tokens."""
         if masks is None:
             return False
         (_, width), length = masks.attention.shape, masks.response.shape[1]
@@ -252,7 +254,7 @@ def indices_at(numbers: Tensor, rows: Any, sizes: Sizes, mesh: Mesh) -> Indices:
 
 
 def _left(masks: Masks, sizes: Sizes) -> int:
-    """The number of padding columns that are inserted before the rows."""
+    """The number of padding columns to insert before the rows, so that prompts have the width `sizes.prompt`."""
     return sizes.prompt - (masks.attention.shape[1] - masks.response.shape[1])
 
 
@@ -281,8 +283,7 @@ def _fill(kept: _KeptPass, leaves: list[Any], masks: Masks, sizes: Sizes) -> Non
 
 
 def _value(x: Any) -> Any:
-    """The value of a leaf that is no tensor, which is part of the recording: another value needs a recording of its
-    own.
+    """The value of a leaf that is no tensor. It is part of the recording: another value needs a recording of its own.
 
     Replays cannot depend on rows' objects, so object columns are empty.
     """

@@ -24,7 +24,8 @@ def compute_reward_scores(
     """A reward model's score [B] of each row: the output of its value head at the row's last real token.
 
     For a sequence classifier that is the last token other than its config's padding token (`Model.padding`), as in
-    transformers, also where that token ends a text; for a row of nothing else the first. Rows are always packed.
+    transformers, also where that token ends a text; for a row of padding tokens alone, the first token. Rows are always
+    packed.
     """
     check_outputs(forward.model, ("values",))
     forward = attrs.evolve(forward, remove_padding=True)
@@ -37,7 +38,7 @@ def compute_reward_scores(
 def _scores(
     params: Params | Gathered | OnHost, micro: MicroBatch, *, forward: Forward, received: Tensor | None
 ) -> Tensor:
-    """The head's output at the token of each row that is read [b]."""
+    """The head's output [b] at one token of each row, chosen by `_read`."""
     ready = opened(params, forward.model, forward.mesh)
     head, axis = models.output_head(forward.model, ready.root), forward.mesh.token_axis
     hidden, places, _ = packed_hidden(ready, micro.rows, micro.indices, forward, received=received)

@@ -24,7 +24,8 @@ from fppo.tree import state, static
 
 @state
 class Whole:
-    """Sharded parameters gathered whole, with an adapter's base. Steps accept it in place of shards."""
+    """Sharded parameters gathered whole; for an adapter with its base (`frozen`). Steps accept it in place of
+    shards."""
 
     params: Params
     frozen: Frozen | None = static(default=None)
@@ -114,7 +115,7 @@ def accumulable(grads: Whole, params: Params, mesh: Mesh) -> Whole:
 
 def opened(params: Params | Gathered | OnHost, model: Model, mesh: Mesh) -> Opened:
     """Gather the parameters outside the layers (embeddings, last norm, head) for a whole pass, unless they are gathered
-    already; layers gather their own. Parameters on the host are fetched likewise.
+    already; layers gather their own. Parameters on the host are fetched in the same way.
 
     All ranks that share parameters must make the same passes, forward and backward.
     """
@@ -139,7 +140,7 @@ def opened(params: Params | Gathered | OnHost, model: Model, mesh: Mesh) -> Open
 
 
 def _own(params: Params, model: Model) -> Params:
-    """The parameters of its stage if the model is a pipeline stage; else all."""
+    """The parameters that the model takes: those of its stage if it is a pipeline stage, else all."""
     return {name: params[name] for name in model.all_shapes} if model.spans else params
 
 
@@ -169,8 +170,8 @@ class _Stream:
     """The gathers of one pass and its backward pass, each started while the group before is in use, and the
     reduce-scatters of its gradients, each awaited when the next group has its own.
 
-    With a `lane` the groups are on the host, and are fetched before; if nothing is sharded, they are only fetched. A
-    `root` is the first group, gathered for several passes.
+    With a `lane` the groups are on the host: each is fetched, and then gathered if it is sharded. `root` is the first
+    group if that is gathered for several passes.
     """
 
     def __init__(
@@ -197,7 +198,8 @@ class _Stream:
         return fsdp.begin_gather(shards, self._shapes[number], self._dtypes[number], self._axes[number])
 
     def take(self, number: int, step: int) -> tuple[Tensor, ...]:
-        """The whole tensors of a group; starts to gather the group `step` further on first."""
+        """The whole tensors of group `number`; starts to gather the group `step` places further on before it waits for
+        them."""
         finish = self._begun.pop(number, None) or self._begin(number)
         after = number + step
         if (self._mesh.sharding or Sharding()).prefetch and 0 < after < len(self._groups):

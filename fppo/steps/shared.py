@@ -33,7 +33,7 @@ class SortedRows(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The number of distinct tokens."""
+        """The number of tokens, with shared ones counted once."""
         return sum(self.lengths) - sum(self.depths)
 
     @property
@@ -42,7 +42,7 @@ class SortedRows(NamedTuple):
         return sum(self.depths) / max(sum(self.lengths), 1)
 
     def apart(self) -> SortedRows:
-        """These rows, without sharing."""
+        """Make all depths 0, as if the rows shared no tokens."""
         return self._replace(depths=[0] * len(self.depths))
 
     def part(self, rows: Sequence[int]) -> SortedRows:
@@ -56,20 +56,21 @@ class SortedRows(NamedTuple):
         return SortedRows(*([each[i] for each in own] for i in range(3)))
 
     def split(self, start: int, stop: int, depth: int) -> list[tuple[int, int]]:
-        """Split places `start` to `stop`, whose rows share at least `depth` tokens, into runs of rows that share
-        more."""
+        """Split the places `start` to `stop` of the order, whose rows share at least `depth` tokens, into runs (start,
+        stop) of rows that share more."""
         cuts = (place for place in range(start + 1, stop) if self.depths[place] == depth)
         return list(itertools.pairwise([start, *cuts, stop]))
 
     def trees(self) -> list[tuple[int, int]]:
-        """Runs of places whose rows share tokens, ordered by the smallest row index in each."""
+        """The runs (start, stop) of places in the order whose rows share tokens, sorted by the smallest row index in
+        each."""
         runs = self.split(0, len(self.order), 0) if self.order else []
         return sorted(runs, key=lambda run: min(self.order[slice(*run)]))
 
 
 class PackedPieces(NamedTuple):
-    """Rows [B, S] as a packed row of N distinct tokens: first all pieces without a parent, then those that follow
-    them."""
+    """Rows [B, S] as a packed row of N distinct tokens: first all pieces without a parent, then their children, and so
+    on."""
 
     pieces: list[Branch]
     index: Int[Tensor, " n"]  # pyright: ignore[reportIncompatibleMethodOverride]  # in [B * S], of each token

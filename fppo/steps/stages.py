@@ -36,10 +36,10 @@ def stage_outputs(
     lengths: Sequence[int],
     shapes: Sequence[Sequence[int]],
 ) -> list[Tensor]:
-    """The outputs of the last stage for each micro-batch, of these `shapes`, on all ranks, without gradients.
+    """The outputs of the last stage for each micro-batch, on all ranks, without gradients; `shapes` are their shapes.
 
-    For each micro-batch, `lengths` tokens pass from stage to stage. Results are float32, or float64 for float64 hidden
-    states.
+    `lengths` are the numbers of tokens whose hidden states pass from stage to stage, one for each micro-batch. Results
+    are float32, or float64 for float64 hidden states.
     """
     axis, wires = forward.mesh["pipeline"], _wires(params, forward, lengths)
     schedule = all_forward(axis.size, len(micro_batches), len(forward.model.spans))
@@ -91,7 +91,8 @@ def _on_stages(fn: Pass, micro_batches: Sequence[Any], forward: Forward) -> Stag
 
 
 def _wires(params: Params | Gathered | OnHost, forward: Forward, lengths: Sequence[int]) -> list[Wire]:
-    """The wires between stages, one for each micro-batch: hidden states [N, H] of `lengths` tokens."""
+    """The shapes, dtypes and devices of what passes between stages, one `Wire` for each micro-batch: hidden states [N,
+    H], with N from `lengths`."""
     model = forward.model
     tensors = model.joined(params if isinstance(params, dict) else params.params)
     x = next(x for name, x in tensors.items() if name.startswith(model.prefix) and not is_coded(name))

@@ -89,7 +89,8 @@ def _constants(
     forward: Forward,
     repeats: bool,
 ) -> Float[Tensor, "m k"]:
-    """Score targets after the tokens at `places`; where those repeat, as in shared prompts, equal work is done once."""
+    """Score targets after the tokens at `places`, as constants to the gradient. With `repeats` places may repeat, as in
+    shared prompts, and equal pairs of place and targets are scored once."""
     if not repeats:
         return _scores(hidden[places], targets, head, forward)
     pairs, back = torch.unique(torch.cat([places[:, None], targets], 1), dim=0, return_inverse=True)

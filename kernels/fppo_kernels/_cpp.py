@@ -25,8 +25,8 @@ def _library(path: str) -> ctypes.CDLL:
     once.
 
     A process that is killed while it compiles may leave half a library, which crashes every process that loads it. So a
-    note beside the cache records that a build has begun, and that it is done. A build that has begun, but is not done,
-    is repeated under another name.
+    marker file beside the cache records the beginning and the end of a build. A build that has begun, but has not
+    ended, is repeated under another name.
     """
     from filelock import FileLock
     from torch._inductor.codecache import CppCodeCache  # here: the import takes a second, and nothing else needs it

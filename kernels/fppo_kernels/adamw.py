@@ -34,7 +34,8 @@ def adamw_(
 
     `steps` holds one float32 0-d count per parameter, raised by 1 here. The gradients are divided by `grad_scale` (0-d
     float32), in place too, or in a copy if a gradient's strides are not its parameter's. If `found_inf` (0-d float32)
-    is 1, parameters, moments and steps do not change. Transforms of torch.func get the paper's formula.
+    is 1, parameters, moments and steps do not change. Under transforms of torch.func the paper's formula replaces the
+    kernel.
     """
     if active():
         lists = params, grads, exp_avgs, exp_avg_sqs, steps
@@ -80,7 +81,7 @@ def reference_(
     grad_scale: Float[Tensor, ""] | None = None,
     found_inf: Float[Tensor, ""] | None = None,
 ) -> None:
-    """`adamw_` as the paper writes it, in the dtype of the parameters."""
+    """One step of AdamW in place, like `adamw_`, as the paper writes it, in the dtype of the parameters."""
     lists = params, grads, exp_avgs, exp_avg_sqs, steps
     _write_(*lists, lr=lr, betas=betas, eps=eps, decay=weight_decay, grad_scale=grad_scale, found_inf=found_inf)
 
@@ -94,7 +95,8 @@ def _write_(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """Compute the formula by differentiable operations; the derivative of the root at 0 is 0."""
+    """Compute the paper's formula by differentiable operations, and write the results into `lists` (parameters,
+    gradients, first and second moments, steps). The derivative of the square root at 0 is 0."""
     for param, grad, mu, nu, step in zip(*lists, strict=True):
         if grad_scale is not None:
             grad.div_(grad_scale)
@@ -115,14 +117,15 @@ def _cloned(inputs: Arguments) -> dict[str, list[Tensor]]:
 
 
 def _call(kernel: Kernel, x: Arguments, keywords: Arguments, outputs: Sequence[str]) -> dict[str, Tensor]:
-    """Run one step in place: on a copy, and return its `outputs`; without `outputs`, on the donated tensors."""
+    """Run one step in place on a copy of the tensors, and return the new `outputs` by name. Without `outputs` (to
+    measure time) run it on the tensors "donated" of `x`, and return nothing."""
     donated = _cloned(x) if outputs else x["donated"]
     kernel(*donated.values(), **keywords)
     return {name: torch.cat(donated[name]) for name in outputs}
 
 
 def _sized(shape: Shape, dtype: torch.dtype, device: torch.device) -> Drawn:
-    """Parameters of a million numbers each, and a remainder, in a state after nine steps."""
+    """Parameters of a million numbers each, the last one smaller, with moments and counts as after nine steps."""
     generator, count = torch.Generator().manual_seed(0), shape["P"]
     sizes = [LEAF] * (count // LEAF) + ([count % LEAF] if count % LEAF else [])
     inputs: dict[str, Any] = {

@@ -31,9 +31,9 @@ _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 class Axis:
     """One axis of the mesh; without a group it has one rank, and its collectives are the identity.
 
-    `lanes` are groups of this rank and another, in rank order. The lane with key (i, j) carries only messages from i to
-    j: with NCCL a message waits for earlier ones in its group, in both directions. Messages without a lane use the
-    group.
+    `lanes` are process groups of two ranks, this one and another, in rank order. The lane with key (i, j) carries only
+    messages from i to j: with NCCL a message waits for earlier ones in its group, in both directions. Messages without
+    a lane use the group.
     """
 
     size: int = 1
@@ -101,8 +101,8 @@ def permute(x: Tensor, axis: Axis, *, shift: int = 1) -> Tensor:
 
 
 def same(x: Tensor, axis: Axis) -> Tensor:
-    """Mark an `x` that all ranks hold and compute the same from: the first rank's gradient stands for all, and the
-    others' are zero."""
+    """Mark an `x` that is equal on all ranks, and from which all ranks compute the same. The first rank's gradient
+    stands for all; the other ranks' gradients are zero."""
     return x if axis.size == 1 else _Same.apply(x, axis)  # type: ignore[return-value]
 
 

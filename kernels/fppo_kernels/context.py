@@ -26,7 +26,7 @@ EVEN = 1.05  # `deal` takes the first with which no rank has more than this time
 
 
 class Piece(NamedTuple):
-    """Tokens `start` to `stop` of the sequence that begins at token `begin` of the packed row."""
+    """Tokens `start` to `stop` - 1 of the sequence that begins at token `begin` of the packed row."""
 
     begin: int
     start: int
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 
 class Deal(NamedTuple):
-    """The tokens of each of c ranks, out of a packed row of N: runs of the row, in its order."""
+    """The tokens of each of c ranks, out of a packed row of N: runs of consecutive tokens, in the row's order."""
 
     runs: tuple[tuple[tuple[Piece, ...], ...], ...]  # by rank, each run as pieces of sequences
     places: tuple[Int[Tensor, " r"], ...]  # by rank, the tokens' indices in the row [N / c]
@@ -59,11 +59,12 @@ def deal(
     window: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Deal:
-    """Cut a row of sequences with these lengths into `blocks` equal blocks per rank, and deal them out in a snake, most
-    work first. For one sequence and two blocks this is the zig-zag of its two ends.
+    """Cut a row of sequences with these lengths into `blocks` equal blocks per rank, and deal the blocks out, most work
+    first: one to each rank in order, then one to each in reverse order, and so on. With one sequence and two blocks per
+    rank, rank r gets block r from the start and block r from the end ("zig-zag").
 
-    Without `blocks` it takes the smallest of 1, 2, 4 and 8 that makes the work even. Raises ValueError if the row is
-    not divisible.
+    Without `blocks` it takes the smallest of 1, 2, 4 and 8 that makes the work even. Raises ValueError if the row
+    cannot be cut into equal blocks.
     """
     if blocks is None:
         for few in BLOCKS[:-1]:
@@ -92,7 +93,7 @@ def deal(
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """The first and the end of each run of consecutive numbers."""
+    """The first number and the end (one past the last) of each run of consecutive numbers."""
     cuts = [0, *(i for i in range(1, len(numbers)) if numbers[i] > numbers[i - 1] + 1), len(numbers)]
     return [(numbers[a], numbers[b - 1] + 1) for a, b in itertools.pairwise(cuts)]
 
@@ -128,8 +129,8 @@ class _Seen(NamedTuple):
 
 
 def _seen(run: Sequence[Piece], window: int | None, device: torch.device) -> _Seen:
-    """The keys that a run sees. All its pieces but the first start with their sequences, so the keys are a run of the
-    row."""
+    """The keys that a run sees. All pieces of a run but the first are the beginnings of their sequences, so the keys
+    are consecutive tokens of the row."""
     if not run:
         none = make_lengths([], device)
         return _Seen(none, 0, 0, none)

@@ -130,8 +130,8 @@ def filled(
     extras: dict[str, Any],
     **inputs: tuple[int, ...],
 ) -> Drawn:
-    """Draw standard normal inputs of these shapes; two-dimensional weights are scaled to keep the size of their
-    input."""
+    """Draw standard normal inputs of these shapes; a two-dimensional input named "weight" is scaled so that products
+    with it keep their size. `weights` is the shape of the cotangents."""
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: normal(generator, *shape, scale=shape[1] ** -0.5 if name == "weight" and len(shape) == 2 else 1.0)

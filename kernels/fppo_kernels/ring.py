@@ -102,8 +102,8 @@ def _tokens(x: Tensor) -> Tensor:
 class _Ring(torch.autograd.Function):
     """Flash attention over the ring: partial softmaxes are merged by their maximal scores and sums.
 
-    Saved for the backward pass are the arguments, the result, and the logarithm of each softmax's sum; scores are
-    recomputed.
+    The backward pass recomputes the scores, from the saved arguments, the result, and the logarithm of each softmax's
+    sum.
     """
 
     @staticmethod

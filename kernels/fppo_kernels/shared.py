@@ -32,11 +32,12 @@ class Readings(NamedTuple):
 
     tokens: Int[Tensor, " m"]  # the token of each reading
     total: int  # N
-    rounds: tuple[tuple[Int[Tensor, " r"], Int[Tensor, " r"]], ...]  # distinct tokens, and the index of a reading
+    rounds: tuple[tuple[Int[Tensor, " r"], Int[Tensor, " r"]], ...]  # each: distinct tokens, a reading of each
 
 
 class SharedKeys(NamedTuple):
-    """The M keys that the pieces of a packed row of N tokens see; a token that several pieces see is several keys."""
+    """The M keys that the pieces of a packed row of N tokens see; a token that several pieces see counts as several
+    keys."""
 
     lengths: Lengths  # lengths of the pieces
     key_lengths: Lengths  # lengths of the keys that each piece sees, its own tokens last

@@ -272,8 +272,8 @@ def available(op: str, *, table: Table = BUILTIN) -> dict[str, str | None]: ...
 @overload
 def available(op: None = None, *, table: Table = BUILTIN) -> dict[str, dict[str, str | None]]: ...
 def available(op: str | None = None, *, table: Table = BUILTIN) -> Any:
-    """The implementations of `op` by name, each with the reason why it cannot run here, or None; without `op`, of
-    all."""
+    """The implementations of `op` by name, each with None, or the reason why it cannot run here. Without `op` the same
+    mapping for every operation, by the operation's name."""
     if op is None:
         return {each: available(each, table=table) for each in table}
     return {name: implementation.refuse() for name, implementation in _implementations(op, table).items()}
@@ -304,8 +304,8 @@ def get(op: str, name: str, *, needs: Collection[str] = (), table: Table = BUILT
 
 
 def chosen(operation: str, default: str, *, inside: bool = False) -> Any:
-    """A field of `Kernels`: the operation's record as "module:name", and its default implementation. With `inside` it
-    is an operation within layers, whose default is the model's own code."""
+    """Declare a field of `Kernels` by the operation's record, as "module:name", and the name of its default
+    implementation. `inside`: the operation is within layers, and its default is the model's own code."""
     return attrs.field(metadata={"operation": f"fppo_kernels.{operation}", "default": default, "inside": inside})
 
 

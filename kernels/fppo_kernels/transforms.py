@@ -166,7 +166,8 @@ class _Plain(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """The backward pass as a differentiable operation: the needed gradients, in order."""
+    """The backward pass as a differentiable operation, which returns the needed gradients in the order of the
+    tensors."""
 
     @staticmethod
     def forward(passes: TwoPass, options: Any, needed: tuple[bool, ...], count: int, *saved: Any) -> tuple[Tensor, ...]:
@@ -209,8 +210,8 @@ class _Backward(torch.autograd.Function):
 
 
 def _gradients_of(ctx: Any) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[bool, ...], tuple[bool, ...]]:
-    """The gradients by the definition, as a function of tensors and outputs' gradients; and for each of its arguments
-    and results, whether it has rows."""
+    """The gradients that the definition has, as a function of the tensors and of the outputs' gradients; and for each
+    argument and each result of that function, whether it has rows."""
     passes, count, needed = ctx.passes, ctx.count, ctx.needed
 
     def gradients(*arguments: Tensor | None) -> tuple[Tensor, ...]:
@@ -233,7 +234,7 @@ def _places(flags: Sequence[bool]) -> list[int]:
 def _of_some(
     fn: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor | None], places: Sequence[int]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """Turn `fn(*tensors)` into a function of the tensors at some indices."""
+    """Turn `fn(*tensors)` into a function of the tensors at the indices `places`; all others keep their values."""
 
     def of(*some: Tensor) -> tuple[Tensor, ...]:
         arguments = list(tensors)
@@ -280,7 +281,8 @@ def _by_rows(
     cut: Sequence[bool],
     joined: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """Run `fn(*tensors)` for some rows at a time of the tensors that are `cut`; results without rows are summed."""
+    """Run `fn` on some rows at a time of the tensors that are `cut`. Results that have rows (`joined`) are
+    concatenated, all others are summed."""
     if passes.rows is None:
         return fn(*tensors)
     count = next(len(x) for x, flag in zip(tensors, cut, strict=True) if flag and x is not None)
@@ -299,7 +301,8 @@ def _by_rows(
 def _one_by_one(
     function: type[torch.autograd.Function], count: int, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """Map a function entry by entry, for programs that accept no further dimension."""
+    """Apply a `function` to each of the `count` entries of mapped tensors in turn, as the vmap rule of a program that
+    accepts no further dimension. Returns the stacked results, and the dimension (0) along which each is stacked."""
 
     def entry(number: int) -> list[Any]:
         pairs = zip(arguments, in_dims, strict=True)

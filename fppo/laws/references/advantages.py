@@ -16,8 +16,9 @@ Numbers = list[float]
 
 
 def _grouped(of_row: Callable[[Tensor, Tensor, int], Tensor | float], scores: Tensor, mask: Tensor, groups: Tensor):
-    """Advantages by group, from a function of a group's scores [n], its lengths [n], and a row's index in it. They are
-    spread over the row's tokens; rows without tokens are in no group. Returns are the scores."""
+    """Advantages of scores [B] by group. `of_row` makes a row's number from its group's scores [n], the group's lengths
+    [n], and the row's index in the group; the number is spread over the row's tokens. Rows without tokens are in no
+    group. Returns are the scores."""
     members: dict[int, list[int]] = {}
     for b, group in enumerate(groups.tolist()):
         if mask[b].any():
@@ -40,12 +41,14 @@ def _divisor(s: Tensor, scale: str) -> Tensor | float:
 
 
 def grpo(scores: Tensor, mask: Tensor, groups: Tensor, *, scale: str = "std") -> Advantages:
-    """(S - mean) / (std + 1e-6) over the group; 0 for a single row."""
+    """(S - mean) / (std + 1e-6), with S the row's score, and mean and std over its group; 0 for the only row of a
+    group. `scale` "none" leaves the division out."""
     return _grouped(lambda s, n, i: _deviation(s, i) / _divisor(s, scale), scores, mask, groups)
 
 
 def maxrl(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
-    """(S - mean) / mean over the group, 0 where the mean is at most 1e-6 and for a single row."""
+    """(S - mean) / mean, with S the row's score and the mean over its group; 0 where the mean is at most 1e-6, and for
+    the only row of a group."""
 
     def of_row(s: Tensor, n: Tensor, i: int) -> Tensor | float:
         mean = s[0] + (s - s[0]).mean()
@@ -55,7 +58,7 @@ def maxrl(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
 
 
 def rloo(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
-    """S minus the mean of the group's other rows; 0 without any."""
+    """The row's score minus the mean score of the group's other rows; 0 for the only row of a group."""
 
     def of_row(s: Tensor, n: Tensor, i: int) -> Tensor | float:
         others = [s[j] for j in range(len(s)) if j != i]
@@ -65,7 +68,8 @@ def rloo(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
 
 
 def opo(scores: Tensor, mask: Tensor, groups: Tensor, *, leave_one_out: bool = False) -> Advantages:
-    """S minus the length-weighted mean of the group, or of its other rows; 0 for a single row."""
+    """The row's score minus the mean score, weighted by length, of its group or (`leave_one_out`) of the group's other
+    rows; 0 for the only row of a group."""
 
     def of_row(s: Tensor, n: Tensor, i: int) -> Tensor | float:
         rows = [j for j in range(len(s)) if j != i or not leave_one_out]
@@ -75,7 +79,8 @@ def opo(scores: Tensor, mask: Tensor, groups: Tensor, *, leave_one_out: bool = F
 
 
 def gpg(scores: Tensor, mask: Tensor, groups: Tensor, *, outcomes: Tensor | None = None) -> Advantages:
-    """alpha (S - mean), alpha = rows of the batch / rows whose outcome is not 0."""
+    """alpha (S - mean), with S the row's score, the mean over its group, and alpha = rows of the batch / rows whose
+    outcome is not 0."""
     right = scores if outcomes is None else outcomes
     rows = [b for b in range(len(mask)) if mask[b].any()]
     alpha = len(rows) / max(sum(right[b].item() != 0 for b in rows), 1)
@@ -83,7 +88,8 @@ def gpg(scores: Tensor, mask: Tensor, groups: Tensor, *, outcomes: Tensor | None
 
 
 def grpo_passk(scores: Tensor, mask: Tensor, groups: Tensor, *, scale: str = "std") -> Advantages:
-    """(best - second) / (std + 1e-6) for the group's best row, 0 for all others and where two share the best."""
+    """(best - second) / (std + 1e-6) for the best row of a group; 0 for all others, and where two rows share the best
+    score."""
 
     def of_row(s: Tensor, n: Tensor, i: int) -> Tensor | float:
         if len(s) == 1:
@@ -106,7 +112,7 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
 
 
 def reinforce_plus_plus_baseline(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
-    """S minus the mean of the group, whitened over the batch's tokens."""
+    """The row's score minus the mean score of its group, whitened over the batch's tokens."""
     plain = _grouped(lambda s, n, i: _deviation(s, i), scores, mask, groups)
     return plain._replace(advantages=whiten(plain.advantages, mask))
 
@@ -130,8 +136,8 @@ def gdpo(
 
 
 def along_rows(of_row: Callable[..., tuple[Numbers, Numbers]], mask: Tensor, *columns: Tensor) -> Advantages:
-    """Advantages and returns from a function of each row's tokens in the mask, which gets a list [n] for each column
-    [B, T]."""
+    """Advantages and returns from a function of one row: it gets a list [n] of the row's n tokens in the mask for each
+    of the `columns` [B, T], and returns two such lists."""
     results = [torch.zeros_like(columns[0]) for _ in range(2)]
     for b, row in enumerate(mask):
         if row.any():
@@ -157,7 +163,7 @@ def _returns(rewards: Numbers, gamma: float) -> Numbers:
 
 
 def _gae(rewards: Numbers, values: Numbers, gamma: float, lam: float) -> Numbers:
-    """The sum over l of (gamma lam)^l delta_{t + l}: the definition."""
+    """The sum over l of (gamma lam)^l delta_{t + l} for each token t, delta_t = r_t + gamma V_{t + 1} - V_t (GAE)."""
     v = [*values, 0.0]
     delta = [rewards[t] + gamma * v[t + 1] - v[t] for t in range(len(rewards))]
     return [sum((gamma * lam) ** (j - t) * delta[j] for j in range(t, len(delta))) for t in range(len(delta))]
@@ -176,7 +182,7 @@ def token_rewards(scores: Tensor, mask: Tensor, *, kl: Tensor | None = None, kl_
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """The sum over later tokens of gamma^l r_{t + l}."""
+    """The return from each token t on: the sum over l of gamma^l r_{t + l}, along the tokens of the mask."""
 
     def of_row(r: Numbers) -> tuple[Numbers, Numbers]:
         return _returns(r, gamma), _returns(r, gamma)
@@ -194,8 +200,9 @@ def gae(
     critic_lam: float | None = None,
     lam_alpha: float | None = None,
 ) -> Advantages:
-    """The sum over l of (gamma lam)^l delta_{t + l}; returns are that of critic_lam plus the values. With `lam_alpha`
-    a row of n tokens has lam = max(0, 1 - 1 / (lam_alpha n))."""
+    """The sum over l of (gamma lam)^l delta_{t + l}, with delta_t = r_t + gamma V_{t + 1} - V_t. Returns are the values
+    plus such a sum with `critic_lam` in place of lam. With `lam_alpha` a row of n tokens has lam =
+    max(0, 1 - 1 / (lam_alpha n))."""
 
     def of_row(r: Numbers, v: Numbers) -> tuple[Numbers, Numbers]:
         own = lam if lam_alpha is None else max(0.0, 1 - 1 / (lam_alpha * len(r)))
@@ -206,7 +213,7 @@ def gae(
 
 
 def td(rewards: Tensor, values: Tensor, mask: Tensor, *, steps: int, gamma: float = 1.0) -> Advantages:
-    """The discounted sum of the next `steps` rewards and the value after them, minus the value."""
+    """The discounted sum of the next `steps` rewards and of the value after them, minus the value before them."""
 
     def of_row(r: Numbers, v: Numbers) -> tuple[Numbers, Numbers]:
         goals: Numbers = []
@@ -228,7 +235,7 @@ def vtrace(
     lam: float = 1.0,
     cut: float = 1.0,
 ) -> Advantages:
-    """Remark 1 of the paper, backwards over each row."""
+    """V-trace by the recursion in remark 1 of its paper (arXiv:1802.01561), from each row's last token to its first."""
 
     def of_row(r: Numbers, v: Numbers, w: Numbers) -> tuple[Numbers, Numbers]:
         following = goal = 0.0  # the next state's value and target
@@ -245,7 +252,7 @@ def vtrace(
 
 
 def _turns(row: Sequence[bool]) -> list[list[int]]:
-    """The indices of each run of tokens in the mask."""
+    """The runs of consecutive tokens in a row's mask, each as a list of indices."""
     turns: list[list[int]] = []
     for t, inside in enumerate(row):
         if inside and (t == 0 or not row[t - 1]):
@@ -256,8 +263,9 @@ def _turns(row: Sequence[bool]) -> list[list[int]]:
 
 
 def turn_gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
-    """GAE with turns as steps, at every token of a turn. A token's target is the sum of its turn's rewards from it on
-    and of the discounted rest."""
+    """GAE with turns as steps: every token of a turn has the turn's advantage. The critic's target at a token is the
+    sum of the turn's rewards from the token on, plus gamma ((1 - lam) V + lam (A + V)) with the value V and the
+    advantage A of the next turn."""
     advantages, returns = ([[0.0] * mask.shape[1] for _ in mask] for _ in range(2))
     for b, row in enumerate(mask.tolist()):
         turns = _turns(row)
@@ -274,7 +282,7 @@ def turn_gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.
 
 
 def remax(rewards: Tensor, baselines: Tensor, mask: Tensor) -> Advantages:
-    """The reward to go minus the row's baseline."""
+    """The sum of the rewards from each token on, minus the row's baseline."""
 
     def of_row(r: Numbers, baseline: Numbers) -> tuple[Numbers, Numbers]:
         return _less(_returns(r, 1.0), baseline), _returns(r, 1.0)
@@ -283,7 +291,7 @@ def remax(rewards: Tensor, baselines: Tensor, mask: Tensor) -> Advantages:
 
 
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Advantages:
-    """The reward to go, whitened over the batch's tokens."""
+    """The discounted sum of the rewards from each token on, whitened over the batch's tokens."""
     returns = discounted_returns(rewards, mask, gamma=gamma)
     return Advantages(whiten(returns, mask), returns)
 
@@ -298,8 +306,9 @@ def optimal_token_baseline(
     correction: Tensor | None = None,
     leave_one_out: bool = False,
 ) -> Advantages:
-    """Token by token G_k - sum_i G_ij W_ij / sum_i W_ij over the rows of the group, or others, with a j-th token: j is
-    k, or the last token that another row has too; 0 for a single row."""
+    """At the k-th token of a row G_k - sum_i G_ij W_ij / sum_i W_ij, with returns G and accumulated weights W. The sums
+    are over the rows i of the group that have a j-th token, without the row itself if `leave_one_out`. j is k or, if
+    smaller, the last token that another row has too. 0 for the only row of a group."""
     places = [[t for t, inside in enumerate(row) if inside] for row in mask.tolist()]
     rho = torch.ones_like(rewards) if correction is None else correction
     terms = rho**2 * (1 - 2 * log_probs.exp() + sum_squared_probs)
@@ -330,7 +339,8 @@ def reverse_kl(
     limit: float | None = None,
     score_coef: float = 0.0,
 ) -> Advantages:
-    """-coef times the discounted sum of the log-ratios from each token on, plus score_coef times `rloo`."""
+    """-coef times the discounted sum of log_probs - teacher_log_probs (cut to `limit`) from each token on, plus
+    score_coef times the advantage of `rloo`."""
 
     def of_row(own: Numbers, teacher: Numbers) -> tuple[Numbers, Numbers]:
         apart = _less(own, teacher)

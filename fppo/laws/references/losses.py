@@ -62,7 +62,8 @@ def ppo_clip(
     clip_high: float = 0.2,
     dual_clip: float | None = 3.0,
 ) -> Result:
-    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), at most -A dual_clip where A < 0."""
+    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), at most -A dual_clip where A < 0; r = pi / pi_old, A the
+    advantage."""
 
     def of_token(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
         r = _ratio(x, y)
@@ -81,8 +82,8 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> Result:
-    """PPO's clipped loss on the row's ratio s = exp(mean of the log-ratios), with the gradient of s_t = s * r_t, whose
-    r_t = pi / (pi, a constant) is 1."""
+    """PPO's clipped loss on the ratio s of a whole row, exp(mean of the row's log-ratios). For the gradient s is held
+    constant and multiplied by r_t = pi / pi', where pi' is pi as a constant, so that r_t = 1."""
 
     def of_row(x: Row, y: Row, a: Row) -> Row:
         mean = sum(u.detach() - v for u, v in zip(x, y, strict=True)) / len(x)
@@ -104,7 +105,7 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> Result:
-    """-A (4 / tau) / (1 + exp(-tau (r - 1)))."""
+    """-A (4 / tau) / (1 + exp(-tau (r - 1))), with r = pi / pi_old; tau is tau_pos where A > 0, else tau_neg."""
 
     def of_token(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
         tau = tau_pos if a > 0 else tau_neg
@@ -114,7 +115,7 @@ def sapo(
 
 
 def gpg(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Result:
-    """-A log pi."""
+    """-A log pi, with A the advantage and pi the probability of the token."""
     return _by_token(lambda x, y, a: -a * x, log_probs, old_log_probs, advantages, mask)
 
 
@@ -127,7 +128,7 @@ def cispo(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Result:
-    """-A clip(r) log pi, the clipped ratio a constant."""
+    """-A clip(r, 1 - clip_low, 1 + clip_high) log pi, with r = pi / pi_old; the clipped ratio is a constant."""
 
     def of_token(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
         return -a * _clip(_ratio(x, y), 1 - clip_low, 1 + clip_high).detach() * x
@@ -144,7 +145,8 @@ def gmpo(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Result:
-    """-mean(A) exp(mean(u)) at every token; u is min(d, clip_high) where A > 0, max(d, -clip_low) where A < 0."""
+    """-mean(A) exp(mean(u)) over the row, at each of its tokens. With d = log(pi / pi_old), u is min(d, clip_high)
+    where A > 0, max(d, -clip_low) where A < 0, and 0 where A is 0."""
 
     def of_row(x: Row, y: Row, a: Row) -> Row:
         total = x[0] * 0.0
@@ -166,8 +168,8 @@ def dppo_tv(
     clip_high: float = 0.2,
     max_ratio: float = 20.0,
 ) -> Result:
-    """-A min(r, max_ratio) log pi, the ratio a constant, where p - p_old is at most clip_high (A > 0), or at least
-    -clip_low (else); 0 elsewhere."""
+    """-A min(r, max_ratio) log pi, the ratio r = pi / pi_old a constant, at tokens where pi - pi_old is at most
+    clip_high (if A > 0), or at least -clip_low (else); 0 at all other tokens."""
 
     def of_token(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
         moved = x.exp() - y.exp()
@@ -187,8 +189,9 @@ def dppo_kl(
     clip_high: float = 0.2,
     max_ratio: float = 20.0,
 ) -> Result:
-    """`dppo_tv` with the KL divergence of "this token or another" as the distance; tokens that moved against the
-    advantage are kept too."""
+    """-A min(r, max_ratio) log pi, the ratio r = pi / pi_old a constant, at some tokens; 0 at all others. With KL the
+    divergence from old to new policy of the two events "this token" and "another token", the loss keeps a token if KL
+    is at most clip_high (where A > 0) or clip_low (else), or if pi moved against the advantage."""
 
     def of_token(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
         p, q = x.exp(), y.exp()
@@ -200,7 +203,7 @@ def dppo_kl(
 
 
 def dro(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, beta: float = 0.1) -> Result:
-    """-(A log pi - beta / 2 (log pi / pi_old)^2)."""
+    """-(A log pi - beta / 2 (log (pi / pi_old))^2), with A the advantage."""
     return _by_token(lambda x, y, a: -(x * a - beta / 2 * (x - y) ** 2), log_probs, old_log_probs, advantages, mask)
 
 
@@ -215,7 +218,8 @@ def vespo(
     k_neg: float = 3.0,
     lam_neg: float = 2.0,
 ) -> Result:
-    """-A W^k exp(lam (1 - W)) log pi, the weight a constant, W the product of the row's ratios."""
+    """-A W^k exp(lam (1 - W)) log pi, with W the product of the row's ratios pi / pi_old (its logarithm clamped to
+    +-20), and W^k exp(lam (1 - W)) a constant. k and lam are k_pos and lam_pos where A > 0, else k_neg and lam_neg."""
 
     def of_row(x: Row, y: Row, a: Row) -> Row:
         total = torch.stack([u.detach() - v for u, v in zip(x, y, strict=True)]).sum().clamp(-20.0, 20.0)
@@ -259,7 +263,7 @@ def kl_cov(
     selected: Tensor,
     kl_coef: float = 0.1,
 ) -> Result:
-    """-A r, plus kl_coef |log r| at the selected tokens."""
+    """-A r, with r = pi / pi_old, plus kl_coef |log r| at the selected tokens."""
 
     def of_row(x: Row, y: Row, a: Row, chosen: Row) -> Row:
         each = zip(x, y, a, chosen, strict=True)
@@ -327,7 +331,8 @@ def select_kl_cov(
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, mask: Tensor | None = None) -> Tensor:
-    """The KL estimate of each token; kinds with "+" have the gradient of half the squared log-ratio."""
+    """The KL estimate of each token, of one of the kinds of `losses.kl_estimate`. A kind with "+" has the value of the
+    kind before it, and the gradient of half the squared log-ratio."""
 
     def of_row(x: Row, y: Row) -> Row:
         estimates: Row = []
@@ -373,8 +378,8 @@ def rollout_correction(
     reject: str | None = None,
     reject_bounds: tuple[float, float] = (-math.inf, math.inf),
 ) -> Correction:
-    """The weights training / rollout, truncated above one threshold or 0 outside two, and the mask without rejected
-    tokens: those whose statistic (`rejection_statistic`) is outside `reject_bounds`, whose ends are included."""
+    """The weights, training over rollout probability, cut down to a single threshold, or 0 outside a pair of
+    thresholds; and the mask without the tokens whose `rejection_statistic` is below or above `reject_bounds`."""
     ratios = [x[kept].tolist() for x, kept in zip((old_log_probs - rollout_log_probs).detach(), mask, strict=True)]
     low, high = threshold if isinstance(threshold, tuple) else (None, threshold)
     weights: list[list[float]] = []

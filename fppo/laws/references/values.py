@@ -16,7 +16,8 @@ from fppo.laws.references.losses import Result
 
 
 def _by_token(of_token: Callable[[Tensor, Tensor, float], Tensor], *batch: Tensor) -> Result:
-    """The loss of a function of each token: its outputs [K], the old value and the return."""
+    """The loss [B, T], without metrics, of `of_token(outputs [K], old value, return)`, called for each token of
+    `batch`."""
     outputs, old_values, returns, mask = batch
     rows = [[outputs.new_zeros(())] * mask.shape[1] for _ in mask]
     for b, t in mask.nonzero().tolist():
@@ -37,7 +38,7 @@ def huber(error: Tensor, delta: float) -> Tensor:
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None = 0.5
 ) -> Result:
-    """max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2."""
+    """max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2, with the value v and the return R."""
 
     def of_token(outputs: Tensor, old: Tensor, goal: float) -> Tensor:
         plain, near = ((x - goal) ** 2 / 2 for x in (outputs[0], _near(outputs[0], old, clip)))
@@ -79,7 +80,8 @@ def hl_gauss(
     high: float,
     sigma: float = 0.75,
 ) -> Result:
-    """The cross-entropy to the masses of K equal bins under a normal about the return, of `sigma` bins' deviation."""
+    """The cross-entropy of softmax(outputs) to the masses that a normal distribution has in K equal bins from `low` to
+    `high`. Its mean is the return, its deviation the width of `sigma` bins."""
 
     def of_token(logits: Tensor, old: Tensor, goal: float) -> Tensor:
         goal, count = min(max(goal, low), high), len(logits)
@@ -93,7 +95,8 @@ def hl_gauss(
 
 
 def two_hot(outputs: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, low: float, high: float) -> Result:
-    """The cross-entropy to the two of K atoms around the return, weighted so that their mean is the return."""
+    """The cross-entropy of softmax(outputs) to weights of the two of K atoms (from `low` to `high`) around the return,
+    whose weighted mean is the return."""
 
     def of_token(logits: Tensor, old: Tensor, goal: float) -> Tensor:
         goal, count = min(max(goal, low), high), len(logits)
@@ -107,7 +110,8 @@ def two_hot(outputs: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, 
 
 
 def quantile_loss(outputs: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, delta: float = 1.0) -> Result:
-    """The sum over K quantiles q_i of |t_i - [R < q_i]| huber(R - q_i) / delta, with t_i = (i - 1/2) / K."""
+    """The sum over K quantiles q_i of |t_i - [R < q_i]| huber(R - q_i) / delta, with t_i = (i - 1/2) / K and R the
+    return; [R < q_i] is 1 if that holds, else 0."""
 
     def of_token(quantiles: Tensor, old: Tensor, goal: float) -> Tensor:
         total = quantiles.sum() * 0.0

@@ -80,14 +80,15 @@ def _draw(generator: torch.Generator, rows: int, width: int, number: int, wide: 
 
 
 def _slack(inputs: Arguments, extras: Arguments) -> float:
-    """The factor of tolerances, for a rounded result's error times a gradient. In bfloat16 it grows with the root of
-    the number of terms; else it is 1."""
+    """The factor by which the laws' tolerance grows for gradients. In bfloat16 it is scale * sqrt(D / 2), at least 1,
+    since a gradient multiplies the result's rounding error, which grows with the root of the number of terms; else it
+    is 1."""
     query, scale = inputs["query"], extras["scale"]
     return max(1.0, scale.item() * (query.shape[2] / 2) ** 0.5) if query.dtype == torch.bfloat16 else 1.0
 
 
 def sequence_lengths(shape: Shape) -> list[int]:
-    """R lengths, evenly from L / R up to L."""
+    """The lengths of R sequences, evenly spaced from L / R to L, for the sizes R and L in `shape`."""
     count, longest = shape["R"], shape["L"]
     return [max(longest * (i + 1) // count, 1) for i in range(count)]
 

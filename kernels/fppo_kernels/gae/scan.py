@@ -69,8 +69,8 @@ def _window(length: int) -> int:
 
 
 def _chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Cut rows of `x` [B, T] into groups that are scanned together, each with a buffer for `_scan_` of zeros after
-    column T."""
+    """Cut the rows of `x` [B, T] into groups that are scanned together. Yields each group's slice of the rows, and the
+    buffer in which `_scan_` works, zero after column T."""
     batch, length = x.shape
     if not x.numel():
         return
@@ -83,11 +83,11 @@ def _chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _scan_(work: Tensor, length: int) -> Tensor:
-    """The reverse scan of work[0] with the decays work[1], both [n, T] and zeros after; overwrites all four planes of
-    `work`.
+    """The reverse scan of the numbers work[0] with the decays work[1], both [n, T] and followed by zeros. `work`
+    [4, n, width] is overwritten.
 
-    First the sum over the window t .. t + WINDOW - 1 and the product of its decays, for every t, by doubling; then
-    y_t = sum_t + product_t * y_{t + WINDOW}, for a whole window of t at a time.
+    First the sum over the window t .. t + WINDOW - 1 and the product of its decays, for every t, by doubling; then y_t
+    = sum_t + product_t * y_{t + WINDOW}, for a whole window of t at a time.
     """
     window = _window(length)
     width = work.shape[2] - window

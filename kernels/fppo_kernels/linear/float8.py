@@ -119,7 +119,8 @@ def _scaled_after(a: Coded, b: Coded, dtype: torch.dtype) -> Tensor:
 
 
 def _filled(codes: Tensor, *, rows: bool = False) -> Tensor:
-    """Lay out codes contiguously, padded with zeros to sides that a product supports."""
+    """Lay out codes contiguously, padded with zeros so that a product supports the number of columns, and with `rows`
+    also the number of rows."""
     more = -codes.shape[1] % _UNIT, -codes.shape[0] % _UNIT if rows else 0
     if any(more):
         codes = F.pad(codes.view(torch.uint8), (0, more[0], 0, more[1])).view(CODES)

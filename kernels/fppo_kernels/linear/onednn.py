@@ -66,7 +66,7 @@ class _OnednnLinear(torch.autograd.Function):
 
 
 def _weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
-    """Compute grad.T @ x [M, H], with the narrower one as first operand, which is copied."""
+    """Compute grad.T @ x [M, H]. The narrower of `grad` and `x` is the first operand, which is copied."""
     if grad.shape[1] > x.shape[1]:
         return product(x.t(), grad.t()).t().contiguous()
     return product(grad.t(), x.t())

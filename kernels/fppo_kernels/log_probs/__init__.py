@@ -80,7 +80,7 @@ def _sized(shape: Shape, dtype: torch.dtype, device: torch.device) -> Drawn:
 
 
 def _split(drawn: Drawn) -> list[Drawn]:
-    """Split inputs into chunks of tokens."""
+    """Split inputs into chunks of tokens, so that the float64 reference holds few logits at a time."""
     hidden, weight, labels = drawn.inputs.values()
     return [
         Drawn({"hidden": hidden[i], "weight": weight, "labels": labels[i]}, drawn.extras, drawn.weights[:, i])

@@ -67,8 +67,8 @@ def _products(
 
 @triton.jit
 def _finish(raw, bias, columns, vocab, inner, outer, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Turn products into logits [BM, BN]: `inner` is the scale (over the soft cap), `outer` [BM] the factors after
-    it."""
+    """Turn products into logits [BM, BN]. `inner` is the scale, divided by the soft cap if there is one; `outer` [BM]
+    is the soft cap (or 1) over each token's temperature."""
     if BIAS:
         raw += tl.maximum(tl.load(bias + columns, columns < vocab, other=0.0).to(tl.float32), LOWEST)[None, :]
     if SOFTCAP:
@@ -85,7 +85,8 @@ def log_probs_forward(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Moments [4, splits, N] of BM tokens over one split, `tiles` tiles of the vocabulary; and the labels' logits."""
+    """Write the moments [4, splits, N] of BM tokens over one split, which is `tiles` tiles of the vocabulary, and the
+    logits of the labels in it."""
     block, split = _find_tile(tl.cdiv(tokens, BM), splits, GROUP)
     rows = block * BM + tl.arange(0, BM)
     real = rows < tokens

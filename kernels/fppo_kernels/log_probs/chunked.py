@@ -32,7 +32,8 @@ CUDA_TILES = Tiles(8192, 256 << 20, 1 << 26)
 
 
 class SlabWork(NamedTuple):
-    """Functions of slabs of raw logits [n, v]."""
+    """The two functions that work on slabs of raw logits [n, v]: one for the forward pass, one for the backward
+    pass."""
 
     # the logits of labels [N], 0 for labels on other ranks, and the moments of each split of the vocabulary
     measure: Callable[[PassInputs], tuple[Tensor, Moments]]
@@ -94,14 +95,14 @@ def split_range(length: int, size: int) -> list[slice]:
 
 
 def _slabs(inputs: PassInputs) -> tuple[list[slice], list[slice]]:
-    """Parts of the vocabulary and of the tokens; a slab is one of each."""
+    """The parts of the vocabulary and the parts of the tokens. Each pair of one part of either is a slab."""
     tokens = max(1, min(len(inputs.hidden), inputs.rule.tiles.tokens))
     width = max(1, inputs.rule.tiles.slab // (tokens * inputs.hidden.element_size()))
     return split_range(len(inputs.weight), width), split_range(len(inputs.hidden), tokens)
 
 
 def _blocks(slab: Tensor, tokens: slice, tiles: Tiles) -> Iterator[tuple[Tensor, slice]]:
-    """Blocks of a slab's rows, with their tokens."""
+    """Yield blocks of a slab's rows, each with the slice of its tokens."""
     for block in split_range(len(slab), max(1, tiles.block // slab.shape[1])):
         yield slab[block], slice(tokens.start + block.start, tokens.start + block.stop)
 

@@ -54,7 +54,7 @@ def per_token(
 
 
 def _joined(x: Tensor, counts: list[int], axis: Axis) -> Tensor:
-    """Gather all ranks' rows, `counts` of them from each."""
+    """Concatenate all ranks' rows of `x`; `counts` are the numbers of rows on each rank."""
     padded = torch.cat([x, x.new_zeros(max(counts) - len(x), *x.shape[1:])])
     return torch.cat([rows[:count] for rows, count in zip(all_gather(padded[None], axis), counts, strict=True)])
 
@@ -108,7 +108,7 @@ def every_output(
     scale: float,
     axis: Axis,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute all outputs of `reference`, each [N], for kernels that take derivatives of it."""
+    """Compute all outputs of `reference`, each [N], for kernels that take their higher derivatives from it."""
     out = reference(
         hidden,
         weight,

@@ -138,7 +138,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _write_slab(
     inputs: _Inputs, rows_of: Tensor, asked: tuple[bool, bool], rows: slice, vocab: slice, slab: Tensor
 ) -> None:
-    """Write the gradient by hidden[rows] @ weight[vocab].T."""
+    """Write into `slab` the gradient of the loss by the products hidden[rows] @ weight[vocab].T."""
     tiling, place = inputs.rule.tiling, {"start": vocab.start, "stop": vocab.stop, "stride": slab.stride(0)}
     blocks = _triton.cdiv(len(slab), tiling.tokens) * _triton.cdiv(slab.shape[1], tiling.vocab)
     arguments: dict[str, Any] = {**inputs.arguments(rows, *asked), **place, "scale": inputs.rule.scale}
@@ -149,8 +149,8 @@ def _write_slab(
 def _backward(
     inputs: _Inputs, rows_of: Tensor, asked: tuple[bool, bool], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute slabs of the logits' gradient (tokens by a split of the vocabulary, in the weight's dtype) and their
-    products."""
+    """The gradients by hidden states, weight and bias, or None where not needed. Works slab by slab: the logits'
+    gradient for some tokens and a split of the vocabulary, in the weight's dtype, and its products."""
     hidden, weight, bias, tiling = inputs.hidden, inputs.weight, inputs.bias, inputs.rule.tiling
     d_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needed[0] else None
     d_weight = torch.zeros_like(weight) if needed[1] else None

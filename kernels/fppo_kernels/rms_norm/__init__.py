@@ -42,7 +42,7 @@ def _draw(generator: torch.Generator, rows: int, width: int, number: int, wide: 
 
 
 def _draw_add(generator: torch.Generator, rows: int, width: int, number: int, wide: int | None) -> Drawn:
-    """Draw rows as a sum of two parts."""
+    """Draw rows as a sum of two parts, `x` and `residual`."""
     inputs, extras, weights = _draw(generator, rows, width, number)
     residual = inputs["x"] * 0.5 + 0.1 * normal64(generator, rows, width)
     parts = {"x": inputs["x"] - residual, "residual": residual, "weight": inputs["weight"]}

@@ -18,7 +18,8 @@ _FILE = "rms_norm/_rows.cpp"
 def _forward(
     options: NormNumbers, x: Tensor, residual: Tensor | None, weight: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor]]:
-    """The norm (with a residual also the sum), and the factor of each row."""
+    """The norm of each row, with a residual also the sum x + residual; and the factor of each row, 1 / sqrt(mean(x^2) +
+    eps)."""
     x, weight = x.contiguous(), weight.contiguous()
     residual = None if residual is None else residual.contiguous()
     scales = x.new_empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32))

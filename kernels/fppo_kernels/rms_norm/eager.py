@@ -48,8 +48,8 @@ class NormNumbers(NamedTuple):
 
 
 def norm_of(numbers: NormNumbers, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, ...]:
-    """The norm of `x`; with a residual the norm of x + residual, and that sum. For kernels that take derivatives of
-    it."""
+    """The norm of `x`; with a residual the norm of x + residual, and the sum itself. For kernels that take derivatives
+    of this definition."""
     if residual is None:
         return (eager(x, weight, eps=numbers.eps, offset=numbers.offset),)
     return add_eager(x, residual, weight, eps=numbers.eps, offset=numbers.offset)

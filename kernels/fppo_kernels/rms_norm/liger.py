@@ -13,8 +13,8 @@ from fppo_kernels.shapes import Float
 def liger(
     x: Float[Tensor, "*rows h"], weight: Float[Tensor, " h"], *, eps: float, offset: float = 0.0
 ) -> Float[Tensor, "*rows h"]:
-    """Compute `eager`, in float32 throughout if `offset` is not 0 (as in Gemma), else with a separately rounded
-    product."""
+    """Compute `eager` in float32 throughout if `offset` is not 0 (as in Gemma); else the normalised row is rounded
+    before it is multiplied by the weight."""
     if not x.numel():
         return x * weight
     casting = "gemma" if offset else "llama"

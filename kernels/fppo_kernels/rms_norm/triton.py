@@ -20,7 +20,8 @@ INSTANCES = 512  # instances of the backward program at most, since each stores 
 
 
 def _cut(width: int, **asked: bool) -> dict[str, Any]:
-    """The numbers per instance, its warps, and the programs' other compile-time constants."""
+    """The compile-time constants of programs for rows of `width` numbers: the numbers per instance, its warps, and the
+    flags `asked`."""
     block = _triton.next_power_of_2(width)
     return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16), **asked}
 
@@ -28,7 +29,8 @@ def _cut(width: int, **asked: bool) -> dict[str, Any]:
 def _forward(
     options: NormNumbers, x: Tensor, residual: Tensor | None, weight: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor]]:
-    """The norm (with a residual also the sum), and the factor of each row."""
+    """The norm of each row, with a residual also the sum x + residual; and the factor of each row, 1 / sqrt(mean(x^2) +
+    eps)."""
     x, weight, (rows, width) = x.contiguous(), weight.contiguous(), x.shape
     out, scales = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
     total = x if residual is None else torch.empty_like(x)

@@ -41,7 +41,7 @@ _PASSES = TwoPass(forward=_forward, backward=_backward, definition=_definition, 
 
 
 def turned(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
-    """Rotate query and key by `turn`, which gets contiguous tensors, with cos and sin for every row."""
+    """Rotate query and key by the function `turn`, which gets contiguous tensors, and cos and sin for every token."""
     shape = query.shape[:-2] + cos.shape[-1:]
     turns = (x.detach().expand(shape) for x in (cos, sin))
     return run(_PASSES, turn, query, key, *turns)  # type: ignore[return-value]

@@ -15,7 +15,7 @@ def liger(
     cos: Float[Tensor, "*rows d"],
     sin: Float[Tensor, "*rows d"],
 ) -> tuple[Float[Tensor, "*rows q d"], Float[Tensor, "*rows k d"]]:
-    """Compute `eager` for one row of tokens."""
+    """Compute `eager` by Liger's kernels, which get all tokens as one row."""
     if not query.numel():
         return query * cos.unsqueeze(-2), key * cos.unsqueeze(-2)
     # copies: Liger writes over its arguments, which it expects as [1, heads, N, D]
