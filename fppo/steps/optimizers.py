@@ -388,4 +388,4 @@ def kept_on_host(optimizer: Optimizer, lane: Lane) -> Optimizer:
         lane.settle()
         return params, home, report
 
-    return Optimizer(lambda params: to_host(optimizer.init(params)), update, kernel=optimizer.kernel)
+    return optimizer._replace(init=lambda params: to_host(optimizer.init(params)), update=update)

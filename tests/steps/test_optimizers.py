@@ -414,7 +414,9 @@ def test_muon_refuses_meshes_that_cut_matrices():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_with_its_state_on_the_host_leaves_the_state_unless_it_is_given_up(name):
-    away = kept_on_host(OPTIMIZERS[name], Lane(torch.device("cpu")))
+    whole = OPTIMIZERS[name]._replace(loss_scale=lambda state: torch.tensor(8.0))
+    away = kept_on_host(whole, Lane(torch.device("cpu")))
+    assert away[2:] == whole[2:]  # its loss scale, its kernel, and what it says
     state = init_state(tree.copy(PARAMS), away)
     before = tree.digest(state)
     expected, _ = optimizer_step(state, tree.copy(PARAMS), optimizer=away)
