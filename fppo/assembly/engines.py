@@ -51,7 +51,8 @@ class EngineOptions:
 
 
 def engine_options(section: RolloutSettings, model: ModelSettings, *, routed: bool, held_out: bool) -> EngineOptions:
-    """The options of the settings' engine; it is not vLLM if all rollouts are saved ones and no prompt is held out."""
+    """The options of the settings' engine. vLLM is not used if all rollouts are read from files and no prompts are
+    `held_out`."""
     used = section.engine == "vllm" and (section.from_ is None or held_out)
     return EngineOptions(
         vllm=attrs.evolve(section.vllm, adapter=model.lora.send) if used else None,
@@ -65,7 +66,7 @@ def engine_options(section: RolloutSettings, model: ModelSettings, *, routed: bo
 
 @contextlib.contextmanager
 def engine_of(options: EngineOptions, model: Model, pad_token_id: int, mesh: Mesh, tools: Tools) -> Iterator[Engine]:
-    """The engine, on every rank, for as long as the context lasts."""
+    """Yield the engine that `options` describe, on every rank; a vLLM engine is closed when the context ends."""
     if options.vllm is None:
         yield embedded_engine(options, model, pad_token_id, mesh, tools)
         return
@@ -148,8 +149,9 @@ def answering(
     pad_token_id: int,
     mesh: Mesh,
 ) -> Iterator[Engine]:
-    """The engine for responses in turns with the settings' agent, environment or tool, if they name one. If the
-    settings interrupt responses, it takes newer weights between pieces. Open for as long as the context lasts.
+    """Yield the engine that samples the run's responses. If the settings name an agent, environment or tool, it samples
+    them in turns with that one; else it is `engine`. If `rollout.interrupt` is set, it takes newer weights between the
+    pieces of a response. The agent, environment or tool runs until the context ends.
 
     Raises ValueError if there is no such environment or tool, or the chat template does not take its messages.
     """

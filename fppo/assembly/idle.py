@@ -22,8 +22,8 @@ from fppo.settings.train import TrainSettings
 from fppo.steps.actor import SelectiveLoss
 
 _ROWS, _WIDTH = 6, 8
-_SPREADS = (0.001, 0.01, 0.1, 1.0, 4.0)  # of the difference between old and new
-_ROUNDING = 1e-6  # the same where they are equal but for rounding
+_SPREADS = (0.001, 0.01, 0.1, 1.0, 4.0)  # scales of the difference between old and new values
+_ROUNDING = 1e-6  # the scale at which they are equal but for rounding
 _SAME = 1e-3  # tolerance for loss and gradient: far above rounding
 Loss = Callable[[Any, float], tuple[Tensor, Tensor]]  # from a part and a spread of old and new: loss, gradient
 
@@ -86,8 +86,8 @@ def _others(value: Any, keyword: Keyword) -> list[Any]:
 
 
 def _value_and_gradient(part: Component, spread: float, loss: Loss) -> tuple[Tensor, Tensor] | None:
-    """Loss and gradient of a part, with the same random draws in every call; None if its function raises an error.
-    `spread` is the scale of the differences between old and new values."""
+    """Call `loss(part, spread)`, which returns loss and gradient, with the same random draws each time; None if it
+    raises an error. `spread` is the scale of the differences between old and new values."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         try:
@@ -103,7 +103,8 @@ def _differ(one: tuple[Tensor, Tensor] | None, two: tuple[Tensor, Tensor] | None
 
 
 def _of_policy(part: Any, spread: float) -> tuple[Tensor, Tensor]:
-    """Loss [B, T] and its gradient by the log-probs, on random rows with new log-probs about `spread` off the old."""
+    """Compute the policy loss `part` of each token [B, T] of random rows, and the gradient of its sum by the new
+    log-probs. These are the old log-probs plus normal noise of scale `spread`."""
     loss_fn, mask = policy_loss(part), torch.ones(_ROWS, _WIDTH, dtype=torch.bool)
     old, moved, advantages = -torch.rand(_ROWS, _WIDTH), spread * torch.randn(_ROWS, _WIDTH), torch.randn(_ROWS, _WIDTH)
     given = ((old + moved).requires_grad_(), old, advantages, mask)
@@ -116,7 +117,8 @@ def _of_policy(part: Any, spread: float) -> tuple[Tensor, Tensor]:
 
 
 def _of_values(part: Any, spread: float) -> tuple[Tensor, Tensor]:
-    """Loss [B, T] and its gradient by the outputs, on random rows with new values about `spread` off the old."""
+    """Compute the loss of the value head `part` for each token [B, T] of random rows, and the gradient of its sum by
+    the head's outputs. Old values are the head's present values plus normal noise of scale `spread`."""
     head, mask = value_head_of(part), torch.ones(_ROWS, _WIDTH, dtype=torch.bool)
     outputs, returns = torch.randn(_ROWS, _WIDTH, head.outputs), torch.randn(_ROWS, _WIDTH)
     given = (outputs if head.outputs > 1 else outputs[..., 0]).requires_grad_()

@@ -74,14 +74,14 @@ class Placed:
         return pending
 
     def load(self, run: RunState, directory: Path, step: int, *, device: torch.device) -> RunState:
-        """Load a checkpoint, written under any placement, to where the state of `run` is; the memory of `run` is given
-        up."""
+        """Load a checkpoint, written under any placement, to the groups and devices that hold the state of `run`. The
+        memory of `run` is given up."""
         rest = checkpoint.load(run, directory, step, free=AHEAD, device=device)
         self.known.add(checkpoint.path_of(directory, step).absolute())
         return tree.replace(rest, **self._on_each(run, _load, directory.absolute(), step, label="load", stays=True))
 
     def digest(self, run: RunState, kind: Kind, *, device: torch.device) -> dict[str, str]:
-        """`digests.digest` of the whole state."""
+        """`digests.digest` of the whole state, by path; each group computes the digests of its fields."""
         found = self._on_each(run, _digest, kind, label="digest")
         there = {f".{field}{path}": x for field, each in found.items() for path, x in each.items()}
         own = tree.replace(run, **{field: None for field, _ in self._remote_parts(run)})
@@ -113,8 +113,12 @@ class Placed:
     def _on_each(
         self, run: RunState, fn: Callable[..., Any], *args: Any, label: str, stays: Stays = ()
     ) -> dict[str, Any]:
-        """Call `fn(here, value, model, field, *args)` in the group of each field of the run that is in one; returns the
-        results by field."""
+        """Call `fn` for each field of the run that a group holds, in all groups at once; returns results by field.
+
+        The ranks of a group call `fn(here, value, model, field, *args)`: `here` is the rank's own `Here` (its mesh and
+        device), `value` the field's value, and `model` the group's. Results selected by `stays` are kept on the ranks,
+        and returned as handles (`Group.call`). `label` names the call.
+        """
         return at_once(
             {
                 field: partial(

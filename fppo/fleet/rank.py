@@ -34,18 +34,18 @@ Stays = tuple[int, ...] | bool
 
 @attrs.frozen
 class Stayed:
-    """Stand-in in a reply for a result that stays on the rank: its tree, where each leaf is `plain` or becomes a
-    handle."""
+    """Stand-in in a reply for part number `part` of a call's result, which stays on the rank. The caller rebuilds the
+    tree from `outline`: tensors and other leaves that stay become handles, and plain values come along in `plain`."""
 
     part: int
     outline: Outline
     here: bytes  # for each leaf, whether it becomes a handle
-    plain: list[Any]
+    plain: list[Any]  # the other leaves, in order
 
 
 @attrs.frozen
 class _Own:
-    """A mapping with entries of this rank alone, as a single leaf."""
+    """Wrapper that makes a single leaf of a mapping whose entries differ between pipeline stages."""
 
     entries: dict[str, Any]
 
@@ -112,7 +112,7 @@ class RankSpec:
 
 @attrs.frozen(kw_only=True)
 class Membership:
-    """A rank's number in its group, with the group's spec and token."""
+    """The place of a rank in a group: its number, and the group's spec and token."""
 
     rank: int
     spec: RankSpec
@@ -218,13 +218,14 @@ class Rank:
         return value
 
     def _values(self, held: Iterable[Run]) -> Iterator[Any]:
-        """Yield the values that runs of handles refer to."""
+        """Yield the values kept on this rank for runs of handles (`codec.Run`), in order."""
         for call, part, leaves in held:
             own = self._held[call, part]
             yield from (own[leaf] for leaf in leaves)
 
     def _kept(self, request: RankRequest, value: Any) -> Any:
-        """Keep the results that stay on the rank, and return the value with a `Stayed` in place of each."""
+        """Keep those parts of a call's result `value` that the request wants to stay here, and return `value` with a
+        `Stayed` in the place of each. Raises ValueError for a part that the result does not have."""
         if not request.stays:
             return value
         whole = self._apart(value)
@@ -250,8 +251,8 @@ class Rank:
         return Stayed(part, outline, here, plain=[x for x, stay in zip(leaves, here, strict=True) if not stay])
 
     def _apart(self, x: Any) -> bool:
-        """Whether a value is a mapping that has other entries on each pipeline stage: a dict of tensors by name, like
-        parameters."""
+        """Whether a value is a mapping whose entries differ between pipeline stages: on a pipeline axis, any dict of
+        tensors, like parameters by name."""
         if not isinstance(x, dict) or self._here.mesh["pipeline"].size == 1:
             return False
         return all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(x))

@@ -69,7 +69,7 @@ class Narrowed:
 
 
 def narrowed(model: Model, ranks: int) -> Narrowed:
-    """Cut a model over a tensor axis. Raises ValueError as `place` does."""
+    """Prepare a model for a tensor axis of `ranks` ranks. Raises ValueError as `place` does."""
     if model.layout is not None:
         raise ValueError("the model is placed on a tensor axis already")
     check_rows_whole(model.whole_config, {"tensor": ranks})
@@ -98,7 +98,8 @@ class Prepared:
     dispatched: Dispatched | None = None
 
     def layout(self, mesh: Mesh, cuts: Sequence[range] | None = None) -> Layout | None:
-        """The layout of the parameters on this rank of the mesh, None if all are whole. `cuts` as in `on`."""
+        """The layout of the parameters on this rank of the mesh, None if all are whole. `cuts` are the layers of each
+        pipeline stage, as in `on`."""
         layout, pipeline = None if self.narrowed is None else self.narrowed.layout(mesh["tensor"]), mesh["pipeline"]
         if self.dispatched is not None:
             layout = self.dispatched.layout(mesh["expert"], layout)
@@ -155,7 +156,8 @@ def place(model: Model, mesh: Mesh) -> Model:
 
 
 def place_beside(model: Model, other: Model, mesh: Mesh) -> Model:
-    """Place a model made from the tensors of `other`, a placed model: like `place`, with the other's stages."""
+    """Place a model that was made from the tensors of `other`, a placed model, with the pipeline stages of `other`.
+    Raises ValueError as `place` does."""
     stages = mesh["pipeline"].size * mesh.virtual_stages
     cuts = layer_spans((other.unplaced or other).plain, stages) if other.spans else None
     return prepare(model, mesh).on(mesh, cuts)
@@ -177,10 +179,11 @@ def whole_params(
     names: Iterable[str] | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Params:
-    """Gather whole parameters, all or those of `names`, from the parts of all ranks of the mesh (`params`: this rank's)
-    by collectives, without gradients.
+    """Gather the whole parameters `names` (None: all) from the parts on all ranks of the mesh, by collectives and
+    without gradients. `params` are this rank's parts.
 
-    `dtypes` are the results' dtypes, of the parameters of all ranks; None: their own.
+    `dtypes` has the dtype of the result for each parameter of the model, also those of other ranks' layers. None: each
+    keeps its dtype, which the ranks first tell each other.
     """
     kinds = dtypes_of(params, mesh) if dtypes is None else dtypes
     wanted = set(kinds if names is None else names)
@@ -206,7 +209,8 @@ def tensor_parts(model: Model, params: Mapping[str, Tensor], mesh: Mesh) -> tupl
 
 
 def _check_blocks(model: Model, cuts: Mapping[str, Cut]) -> None:
-    """Raise ValueError for a block whose matrices would all run whole on every rank."""
+    """Raise ValueError for a layer with a block (attention, MLP) of which `cuts` has no parameter: every rank would
+    compute the whole of it. A layer without any matrix raises too."""
     for path in model.layers:
         start = f"{model.prefix}{path}."
         names = [name for name in model.shapes if name.startswith(start)]
@@ -218,8 +222,12 @@ def _check_blocks(model: Model, cuts: Mapping[str, Cut]) -> None:
 
 
 def _norms(narrower: Model, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
-    """The paths of norms over a width that is cut, with its cut: modules whose vectors are cut, or as long as the whole
-    projection of the same name (OLMoE's q_norm and k_norm, over all heads)."""
+    """Find the norms that average over a width which the tensor axis cuts. Returns the cut of that width by the norm's
+    path in the skeleton.
+
+    A module is such a norm if its own parameters are all vectors, and these are cut themselves, or are as long as the
+    uncut output of the projection of the same name (OLMoE's q_norm, over all heads of q_proj; k_norm likewise).
+    """
     found = {}
     for path, module in narrower.skeleton.named_modules():
         vectors = dict(module.named_parameters(recurse=False))
@@ -235,7 +243,7 @@ def _norms(narrower: Model, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
 
 
 def _cut_blocks(narrower: Model, cuts: Mapping[str, Cut]) -> list[str]:
-    """The paths of the layers' children with cut parameters."""
+    """The paths of blocks, direct children of layers like attention or MLP, that have cut parameters."""
     starts = {f"{narrower.prefix}{path}.": path for path in narrower.layers}
     owners = {
         f"{path}.{name[len(start) :].split('.')[0]}"
@@ -253,7 +261,8 @@ def _vocabulary_cuts(model: Model, ranks: int) -> dict[str, Cut]:
 
 
 def _added_once(model: Model, cuts: Mapping[str, Cut]) -> frozenset[str]:
-    """Uncut biases of cut weights: one rank alone adds them to its share of the sum."""
+    """The names of whole biases whose weights are cut. Ranks sum their shares of the product, so only one of them adds
+    such a bias."""
     ends = ((".bias", ".weight"), ("_bias", ""))
     weights = {name: name[: -len(end)] + rest for name in model.shapes for end, rest in ends if name.endswith(end)}
     return frozenset(name for name, weight in weights.items() if name not in cuts and weight in cuts)

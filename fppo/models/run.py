@@ -50,18 +50,19 @@ def bind(
     compiled: bool = False,
     partial: bool = False,
 ) -> T:
-    """Call `fn(skeleton)` with `params` in the skeleton for the duration of the call, with `kernels` inside its layers,
-    and the layers `compiled` or not.
+    """Call `fn(skeleton)` once, with `params` in the skeleton for the duration of the call, and return its result.
 
-    Raises ValueError for a missing parameter, unless `partial`, where `apply_layer` supplies the layers'; and for a
-    kernel without a module to replace.
+    The layers run on `kernels` (None: the model's own code), and are `compiled` or not. Raises ValueError for a missing
+    parameter, unless `partial` is True: then `apply_layer` supplies the layers' parameters. Raises it also for a kernel
+    without a module to replace.
     """
     return Bound.of(model, params, kernels=kernels, compiled=compiled, partial=partial)(fn)
 
 
 @attrs.frozen(eq=False)
 class Bound:
-    """A model bound to its parameters for many calls; `bind` makes a single one. Each thread calls its own skeleton."""
+    """A model with parameters, prepared once and then called with many functions of its skeleton; for one call use
+    `bind`. Threads may call it at the same time: each uses a skeleton of its own."""
 
     model: Model
     inner: Inner
@@ -99,7 +100,8 @@ class Bound:
             return functional_call(_Call(skeleton), dict(self.tensors), (fn,), tie_weights=self.model.shares)
 
     def precision(self) -> AbstractContextManager[Any]:
-        """The precision of a pass, for operations on these parameters outside of a skeleton."""
+        """A context with the precision of a pass, for operations on these parameters outside of a skeleton: float64
+        is kept if any parameter has it."""
         return _precision(self.params)
 
 
@@ -119,8 +121,8 @@ def _base_params(model: Model, params: Params) -> Params:
 
 
 def _bound(model: Model, name: str, x: Tensor) -> Tensor:
-    """A parameter as a pass takes it: cast; and, if it is added once to a sum over ranks, zero on all ranks but the
-    first."""
+    """Cast a parameter to the dtype of a pass; buffers and quantised codes are only detached. A parameter that is added
+    to a sum over ranks, like a whole bias, becomes zero on all ranks but the first."""
     if name in model.buffers or is_coded(name):
         return x.detach()
     layout = model.layout
@@ -225,8 +227,8 @@ def hidden_states(
 
 
 def _only_span(model: Model, received: Tensor | None) -> Span | None:
-    """The single stage of a model on a pipeline axis, else None. Raises ValueError for several stages, and unless
-    hidden states are `received` by all but the first."""
+    """The single stage of a model on a pipeline axis; None without such an axis. Raises ValueError for several stages
+    on this rank, for a first stage with `received` hidden states, and for a later one without them."""
     if not model.spans:
         return None
     (span, *others), layers = model.spans, [list(span.layers) for span in model.spans]

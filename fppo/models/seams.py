@@ -62,7 +62,8 @@ class Handed:
 
     @contextmanager
     def over(self, keywords: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """A context in which the layers get `keywords`; it yields the keywords for the model itself: none."""
+        """A context in which the layers' seams read `keywords` from here. It yields {}, the keywords with which to call
+        the model, so that the layers do not get the same ones twice."""
         before, self.keywords = self.keywords, keywords
         try:
             yield {}
@@ -140,7 +141,8 @@ def find_layers(base: PreTrainedModel) -> tuple[str, ...]:
 
 
 def put_seams(base: PreTrainedModel, layers: tuple[str, ...], *, handing: bool = False) -> None:
-    """Replace each of `layers` in `base` by its seam; `handing`: the model may pass no keywords on to its layers."""
+    """Replace each of `layers` in `base` by a seam. With `handing` the seams read a pass's keywords from a `Handed`, as
+    the model may not pass them on to its layers."""
     handed = Handed() if handing else None
     parent = base.get_submodule(layers[0].rpartition(".")[0])
     for i, layer in enumerate(list(parent.children())):

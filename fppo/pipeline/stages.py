@@ -58,7 +58,7 @@ class RollOut:
     def __call__(
         self, prompts: Prompts, params: Params, *, key: Key, version: int, newer: Newer | None = None
     ) -> tuple[Rollout, Metrics]:
-        """Sample a rollout by the policy `params` after `version` updates; `newer` is that of `Ask`."""
+        """Sample a rollout by the policy `params` after `version` updates; `newer` gives newer weights, as in `Ask`."""
         on_finished = self.make_on_finished(prompts, self.sampling.n)
         ask = Ask(prompts, self.sampling, key, version=version, on_finished=on_finished, newer=newer)
         rollout = self.engine.generate(params, ask)
@@ -163,7 +163,8 @@ class Annotate:
         return ["log_probs", *(name for name, wanted in besides.items() if wanted)]
 
     def _old(self, scored: Scored, run: RunState) -> tuple[tuple[OldLogProbs, Tensor, TokenOutputs], Metrics]:
-        """The old log-probs and where they come from, and the other outputs of the policy's pass."""
+        """Return the source of the old log-probs ("pass", "engine" or "update"), the old log-probs [B, T], and the
+        outputs of the policy's pass, all None if the engine or `gap.of_engine` gave all that is needed; and metrics."""
         outputs, policy, source, old = self._outputs(), self.passes.policy, self.old_log_probs, scored.rollout_log_probs
         alone = outputs == ["log_probs"]
 

@@ -56,7 +56,7 @@ class Scores:
 
     @property
     def of_prompt(self) -> bool:
-        """Whether any of the scores are of the prompt."""
+        """Whether any scores of the prompt are asked for, besides those of drawn tokens."""
         return bool(self.prompt or self.prompt_top or self.targets is not None or self.draws)
 
     def check(self, what: str, length: int | None) -> None:
@@ -85,7 +85,7 @@ class Scores:
 
 
 class TopTokens(NamedTuple):
-    """The likeliest tokens at some positions, in descending order; all tokens of a smaller vocabulary."""
+    """The k likeliest tokens at some positions, the likeliest first; all tokens if the vocabulary has fewer than k."""
 
     ids: Tensor  # int64 [*, k]
     log_probs: Tensor  # [*, k]
@@ -131,7 +131,7 @@ def whole_logits(logits: Tensor, columns: Columns) -> Tensor:
 
 
 def top_tokens(logits: Tensor, count: int) -> TopTokens:
-    """The `count` likeliest tokens of logits [R, V], or all."""
+    """The `count` likeliest tokens of each row of logits [R, V]; all V tokens if `count` is larger."""
     values, ids = logits.topk(min(count, logits.shape[-1]))
     return TopTokens(ids, values - logits.logsumexp(-1, keepdim=True))
 
@@ -171,7 +171,8 @@ class _Positions(NamedTuple):
         return self.start + len(self.logits)
 
     def log_probs(self, tokens: Tensor, exact: TokenLogProbs | None) -> Tensor:
-        """The log-probs [N, K] of tokens [N, K]."""
+        """The log-probs [N, K] of K given tokens at each of the N positions, int64 [N, K]. They are computed from the
+        logits; with `exact`, by that function from the hidden states, bit for bit as in a training pass."""
         if exact is None or not tokens.shape[1]:
             return self.logits.gather(1, tokens) - self.norm
         return torch.stack([exact(self.hidden, column) for column in tokens.unbind(1)], 1)
@@ -205,7 +206,8 @@ class _Sheet:
         self._draws: list[TopTokens] = []
 
     def fill(self, part: _Positions, tokens: Tensor, exact: TokenLogProbs | None) -> None:
-        """Append the scores of the positions `part`; `tokens` is the whole prompt."""
+        """Append the scores of the positions `part`. `tokens` [P] is the whole prompt, and `exact` that of
+        `prompt_scores`."""
         scores, own = self._asked.scores, part.behind(self._begin)
         if scores.prompt and own.start < own.end:
             self._log_probs.append(own.log_probs(tokens[own.start : own.end, None], exact)[:, 0].cpu())

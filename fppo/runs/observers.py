@@ -102,10 +102,11 @@ KEPT = 100  # the newest steps that a file keeps when it is truncated, at twice 
 
 
 class Tracer:
-    """Write a line for each step: the spans of its stages and its calls to pools, in seconds since 1970.
+    """Write a line for each step to the file `path`: the spans of its stages and its calls to pools, in seconds since
+    1970.
 
-    `calls()` returns the calls to pools since it was last called. Lines of `first_step` and later are dropped at the
-    start.
+    `calls()` returns the calls to pools since it was last called. Opening the file deletes the lines that an earlier
+    run wrote for `first_step` and later steps.
     """
 
     def __init__(self, path: Path, calls: Callable[[], Sequence[Call]], *, first_step: int = 0) -> None:
@@ -127,7 +128,8 @@ class Tracer:
 
 
 def line(record: StepRecord, calls: Sequence[Call], began: float) -> Mapping[str, Any]:
-    """The line of a step, in seconds since 1970; the record's clock was 0 at `began`."""
+    """A trace's line for a step, with times in seconds since 1970. `began` is the time, also since 1970, at which the
+    clock of `record` and `calls` was 0."""
     return {
         "step": record.run.step,
         "spans": [[span.stage, began + span.start, span.seconds] for span in record.spans],
@@ -180,7 +182,8 @@ def gauged_by(mesh: Mesh, device: torch.device, traffic: Callable[[], dict[str, 
 
 
 def traffic_since(watch: Watch | None, step: int) -> Callable[[], dict[str, Traffic]]:
-    """A function that returns the traffic over each axis since its last call, once a step; empty without a watch."""
+    """A function to call once a step, which returns the traffic over each axis since its last call; {} without a
+    `watch`. `step` is the number of the first step, from which the watch counts on."""
     if watch is None:
         return dict
     watch.step = step

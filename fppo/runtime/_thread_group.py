@@ -46,7 +46,7 @@ class Turns:
             self._threads.remove(threading.get_ident())
 
     def take(self) -> None:
-        """Block until it is this thread's turn; a thread outside `shared` does not wait."""
+        """Block until it is the calling thread's turn; outside of `shared`, return at once."""
         if (thread := threading.get_ident()) not in self._threads:
             return
         with self._ended:
@@ -57,7 +57,8 @@ class Turns:
             self._count, self._owner = self._count + 1, thread
 
     def give(self) -> None:
-        """End this thread's turn; a thread whose turn it is not changes nothing."""
+        """End the turn of the calling thread, so that another can begin. If it is not the calling thread's turn, do
+        nothing."""
         with self._ended:
             if self._owner == threading.get_ident():
                 self._owner = None

@@ -13,7 +13,7 @@ import socket
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 LOOPBACK = "127.0.0.1"
-TOKEN = "FPPO_STORE_TOKEN"  # the environment variable with the token before the keys of a start of ranks
+TOKEN = "FPPO_STORE_TOKEN"  # environment variable: the secret token that prefixes the keys of ranks started together
 GLOO = "GLOO_SOCKET_IFNAME"  # gloo's variable: the interface to listen on, by default that of the machine's name
 _BACKLOG = 2048  # the most simultaneous connections of ranks
 
@@ -39,12 +39,13 @@ def loopback_only() -> dict[str, str]:
 
 
 def new_token() -> str:
-    """A random token for the keys of one start of ranks."""
+    """Make a secret random token, 32 hexadecimal digits: the prefix of the store's keys for ranks started together."""
     return secrets.token_hex(16)
 
 
 def own_keys(store: Store, token: str | None = None, *, attempt: str = "0") -> Store:
-    """The part of a store for one attempt of one start of ranks, by the start's `token` (None: from the environment).
-    torchrun keeps its store when it restarts ranks, so attempts differ in keys; it sets no token."""
+    """A view of a store in which all keys have the prefix of `token` and `attempt`. `token` is shared by ranks started
+    together; None takes it from the environment, where torchrun sets none, so that it is empty. `attempt` counts
+    restarts of these ranks: torchrun keeps its store when it restarts them."""
     word = os.environ.get(TOKEN, "") if token is None else token
     return PrefixStore(f"{word}attempt_{attempt}", store)

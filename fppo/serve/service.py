@@ -48,16 +48,17 @@ Behind = Callable[[ParsedTurn, Sequence[int]], Conversation]  # a conversation w
 
 @attrs.frozen(kw_only=True)
 class Bounds:
-    """The bounds of a server."""
+    """Limits of a server: the most tokens that it accepts, draws and holds, the most answers at once, and the size and
+    time of a request's body."""
 
-    row_tokens: int = 4096  # a row: a prompt, with answers and what is said between them
-    answer_tokens: int = 1024  # an answer, where a request names no bound
-    response_tokens: int | None = None  # a row without its prompt
-    requests: int = 1024  # answers that are being drawn, or wait for it
-    recorded_tokens: int = 16 << 20  # all episodes that are held
-    kept_tokens: int = 1 << 20  # rows whose keys and values wait for the next request
-    body_bytes: int = 4 << 20  # a request
-    body_seconds: float = 30.0  # until its last byte has come
+    row_tokens: int = 4096  # in a row: a prompt, its answers, and the messages between them
+    answer_tokens: int = 1024  # in an answer, if its request sets no limit
+    response_tokens: int | None = None  # in a row behind its first prompt; None: no limit
+    requests: int = 1024  # answers that are being drawn or wait for it, at once
+    recorded_tokens: int = 16 << 20  # in all episodes that are held together
+    kept_tokens: int = 1 << 20  # in all rows whose keys and values are kept for a next request
+    body_bytes: int = 4 << 20  # in a request's body
+    body_seconds: float = 30.0  # until the body's last byte has come
 
 
 class TurnToAnswer(NamedTuple):
@@ -238,7 +239,7 @@ class Service:
         return self._loop
 
     def problem(self) -> str | None:
-        """The reason why no request can be answered any more; None if the engine has not failed."""
+        """The reason why no request can be answered any more; None if the engine has not failed, or there is none."""
         failure = None if self._loop is None else self._loop.failure
         return None if failure is None else f"the engine failed: {type(failure).__name__}"
 

@@ -26,7 +26,7 @@ Failure = Literal["drop", "score", "raise"]
 
 
 class ReplyOf(Protocol):
-    """Protocol of functions from a turn's tokens to the `Reply` that an environment reads."""
+    """Make the `Reply` that an environment reads from the tokens `ids` of a turn; `cut`: the turn has no end."""
 
     def __call__(self, ids: list[int], *, cut: bool) -> Reply: ...
 
@@ -60,8 +60,8 @@ Heard = list[tuple[int, PlayedStep]]  # answers by row
 
 
 class Agreement(NamedTuple):
-    """The number of ranks that answer together, this one's place among them, and a function that gives all the answers
-    to all of them."""
+    """The ranks that play the same episodes: their number, this rank's index among them, and a function that gathers
+    the player's answers of all of them on each."""
 
     ranks: int
     place: int
@@ -69,8 +69,8 @@ class Agreement(NamedTuple):
 
 
 class Play:
-    """Episodes in progress: each row has a request to the engine, or a call of the player. Ranks that answer together
-    make the same requests, and share the calls."""
+    """Episodes in progress: each row waits for a request to the engine, or for a call of the player. The ranks of
+    `agreement` make the same requests, and divide the player's calls among them."""
 
     def __init__(
         self, rules: Rules, chains: Sequence[Chain], requests: Requests, calls: PlayerCalls, agreement: Agreement
@@ -78,7 +78,7 @@ class Play:
         self._rules, self._requests, self._calls = rules, requests, calls
         self._chains = {chain.row: chain for chain in chains}
         self._agreement = agreement
-        self._called = 0  # calls under way, on all ranks that answer together
+        self._called = 0  # calls of the player under way, on all ranks of the agreement
         self._called_here = 0
         self._samplings: dict[int, Sampling] = {}
         self._keys: dict[int, Key] = {}
@@ -105,7 +105,8 @@ class Play:
             begin()
 
     def _heard(self, *, wait: bool) -> Heard:
-        """The answers of the player since the last look, in the order of rows."""
+        """The player's answers on all ranks of the agreement since this was last called, in the order of rows. With
+        `wait`, block until this rank has an answer, if any of its calls are under way."""
         if not self._called:
             return []
         heard = self._calls.taken(wait=wait and self._called_here > 0)
@@ -137,7 +138,8 @@ class Play:
             raise RunFailed(f'an environment failed, and failure = "raise": {played.why or "see the log"}')
 
     def _begun(self, chain: Chain, played: PlayedStep) -> list[Request]:
-        """The first requests of a group, once all of its episodes have begun; none before."""
+        """Record that an episode has begun. If it is the last one of its group to begin, return the first requests of
+        the whole group; else none."""
         chain.begun, chain.state = True, played.state
         chain.lost = played.failed
         if played.failed:
@@ -170,7 +172,8 @@ class Play:
             each.said = list(messages) if fits else each.said
 
     def _next(self, chain: Chain, played: PlayedStep) -> Request | None:
-        """The next request of an episode that the player has answered; None if the episode is over."""
+        """Record the player's answer `played` in an episode, and return the episode's next request to the engine; None
+        if the episode is over."""
         rules, used = self._rules, len(chain.ids)
         chain.state = played.state
         if played.failed:
@@ -266,7 +269,8 @@ class Play:
         return self._samplings[most]
 
     def _ended(self, chain: Chain, finished: FinishedRequest) -> None:
-        """Append a finished turn, and pass it to the player if it answers such turns."""
+        """Append a finished turn to its episode. Pass it to the player, or end the episode if the player answers no
+        such turn."""
         rules = self._rules
         drawn = finished.tokens, finished.log_probs, finished.sampling_log_probs, finished.versions
         chain.sections.append(Section(*drawn, chain.turn))

@@ -38,7 +38,7 @@ class SlabWork(NamedTuple):
     # the logits of labels [N], 0 for labels on other ranks, and the moments of each split of the vocabulary
     measure: Callable[[PassInputs], tuple[Tensor, Moments]]
     # (inputs, slab, tokens, vocab, coefficients, share, total): overwrites raw logits by their gradient,
-    # without the terms at the labels; `share()` [N] is the probability of the split, `total` the moments of all
+    # without the terms at the labels; `share()` [N] is the split's probability, `total` the whole vocabulary's moments
     differentiate: Callable[[PassInputs, Tensor, slice, slice, Coefficients, Callable[[], Tensor], Moments], None]
 
 
@@ -83,7 +83,8 @@ class PassInputs(NamedTuple):
         return self.finish(raw.to(self.wide), bias, self.temperature[tokens, None])
 
     def find(self, tokens: slice, vocab: slice) -> tuple[Tensor, Tensor]:
-        """Which labels are in this split of the vocabulary, bool [n, 1], and their indices in it, int64 [n, 1]."""
+        """Whether each label is in this split of the vocabulary, bool [n, 1], and its index there, int64 [n, 1],
+        clamped to the split for the others."""
         places = self.labels[tokens, None] - vocab.start
         last = vocab.stop - vocab.start - 1
         return (places >= 0) & (places <= last), places.clamp(0, last)
@@ -95,7 +96,8 @@ def split_range(length: int, size: int) -> list[slice]:
 
 
 def _slabs(inputs: PassInputs) -> tuple[list[slice], list[slice]]:
-    """The parts of the vocabulary and the parts of the tokens. Each pair of one part of either is a slab."""
+    """The parts of the vocabulary, and the parts of the tokens. One part of the tokens with one part of the vocabulary
+    is a slab."""
     tokens = max(1, min(len(inputs.hidden), inputs.rule.tiles.tokens))
     width = max(1, inputs.rule.tiles.slab // (tokens * inputs.hidden.element_size()))
     return split_range(len(inputs.weight), width), split_range(len(inputs.hidden), tokens)
@@ -126,7 +128,7 @@ def _measure(inputs: PassInputs) -> tuple[Tensor, Moments]:
 
 class Coefficients(NamedTuple):
     """Coefficients of the gradient by raw = hidden @ weight.T: p * (constant + linear * (z - maximum) + squared * p),
-    plus `label` at the label."""
+    plus `label` at the label. z are the logits, `maximum` is the largest of them, and p their probabilities."""
 
     constant: Tensor  # wide [N] each
     linear: Tensor | None
@@ -134,8 +136,9 @@ class Coefficients(NamedTuple):
     label: Tensor  # added at the label
 
     def at(self, rows: slice, share: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The coefficients of some tokens as columns [n, 1], for probabilities within a split of total probability
-        `share`."""
+        """Constant, linear and squared coefficients of the tokens `rows`, as columns [n, 1], for one split of the
+        vocabulary. `share` [N] is the split's total probability. The results are scaled for a formula with p / share,
+        the probabilities normalised within the split, in the place of p."""
         linear = None if self.linear is None else (self.linear[rows] * share[rows])[:, None]
         squared = None if self.squared is None else (self.squared[rows] * share[rows].square())[:, None]
         return (self.constant[rows] * share[rows])[:, None], linear, squared
@@ -173,7 +176,8 @@ def _write_d_raw(
     maximum: Tensor,
     out: Tensor,
 ) -> None:
-    """Write the gradient by hidden @ weight.T for some tokens, without the terms at labels. Overwrites `logits`."""
+    """Write the gradient by hidden @ weight.T for the tokens `rows` and one split of the vocabulary to `out`, without
+    the terms at labels. `share` [N] is the split's total probability. Overwrites `logits`."""
     constant, linear, squared = coefficients.at(rows, share)
     probs = torch.softmax(logits, -1)
     bend = None

@@ -73,7 +73,12 @@ def add_cpp(
     eps: float,
     offset: float = 0.0,
 ) -> tuple[Float[Tensor, "*rows h"], Float[Tensor, "*rows h"]]:
-    """Compute `add_eager`, as `cpp` computes `eager`."""
+    """Compute `add_eager`, the norm of x + residual and that sum, in one pass over the rows. The sum and a number per
+    row are saved for a single backward pass.
+
+    Derivatives beyond the first are those of `add_eager`. Raises ValueError for float16, mixed dtypes, and tensors that
+    are not on the CPU.
+    """
     kind_of(x, residual, weight)
     rows, others = (each.reshape(-1, x.shape[-1]) for each in (x, residual))
     normed, total = run(_ADDED, NormNumbers(eps, offset), rows, others, weight)

@@ -32,7 +32,7 @@ def add_eager(
     eps: float,
     offset: float = 0.0,
 ) -> tuple[Float[Tensor, "*rows h"], Float[Tensor, "*rows h"]]:
-    """Compute the norm of x + residual, and that sum, which is rounded before it is normalised.
+    """Compute the norm of x + residual, and return it with that sum, which is rounded before it is normalised.
 
     Models with this kernel add and call their own norms.
     """

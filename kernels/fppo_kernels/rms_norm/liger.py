@@ -13,8 +13,8 @@ from fppo_kernels.shapes import Float
 def liger(
     x: Float[Tensor, "*rows h"], weight: Float[Tensor, " h"], *, eps: float, offset: float = 0.0
 ) -> Float[Tensor, "*rows h"]:
-    """Compute `eager` in float32 throughout if `offset` is not 0 (as in Gemma); else the normalised row is rounded
-    before it is multiplied by the weight."""
+    """Compute `eager` by Liger's kernel: in float32 throughout if `offset` is not 0 (as in Gemma); else the normalised
+    row is rounded before it is multiplied by the weight."""
     if not x.numel():
         return x * weight
     casting = "gemma" if offset else "llama"
@@ -30,7 +30,8 @@ def add_liger(
     eps: float,
     offset: float = 0.0,
 ) -> tuple[Float[Tensor, "*rows h"], Float[Tensor, "*rows h"]]:
-    """Compute `add_eager`, as `liger` computes `eager`."""
+    """Compute `add_eager`, the norm of x + residual and that sum, by Liger's kernel: in float32 throughout if `offset`
+    is not 0 (as in Gemma); else the normalised row is rounded before it is multiplied by the weight."""
     if not x.numel():
         return (x + residual) * weight, x + residual
     casting = "gemma" if offset else "llama"

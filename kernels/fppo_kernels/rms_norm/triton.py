@@ -89,7 +89,12 @@ def add_triton(
     eps: float,
     offset: float = 0.0,
 ) -> tuple[Float[Tensor, "*rows h"], Float[Tensor, "*rows h"]]:
-    """Compute `add_eager`, as `triton` computes `eager`, with the same errors."""
+    """Compute `add_eager`, the norm of x + residual and that sum, in one pass over the rows. The sum and a number per
+    row are saved for a single backward pass.
+
+    Derivatives beyond the first are those of `add_eager`. Raises ValueError for `x` or `weight` of float64, and for
+    rows of more than 65,536 numbers.
+    """
     _check("add_rms_norm", x, weight)
     rows = (each.reshape(-1, x.shape[-1]) for each in (x, residual))
     normed, total = run(_ADDED, NormNumbers(eps, offset), *rows, weight)
