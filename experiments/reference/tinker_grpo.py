@@ -39,7 +39,7 @@ def answered(
     tokenizer, sampler = trainer.get_tokenizer(), trainer.save_weights_and_get_sampling_client().result()
     asked = []
     for number, row in enumerate(rows):
-        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        prompt: Any = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
         how = tinker.SamplingParams(max_tokens=ROLLOUT["max_tokens"], temperature=temperature, seed=seed + number)
         asked.append((prompt, row["answer"], sampler.sample(tinker.ModelInput.from_ints(prompt), count, how)))
     found = []

@@ -256,7 +256,7 @@ def test_a_run_is_built_of_its_parts(tmp_path, monkeypatch, log, engines, change
     rows = settings.data if settings.in_turns else None
     differing = RUN.files.differing(settings, plain_settings)
     assert log.of("input_lines") == (
-        (inputs, section, settings.placement, differing, [f"of {GPU}"], "<said_of_old_log_probs>", "<idle_lines>"),
+        (inputs, section, settings.placement, differing, [f"of {GPU}"], "<said_of_old_log_probs>", ["idle_lines"]),
         {"thinking": "keep", "rows": rows},
     )
     (given, kernels, local, at), named = log.of("make_roles")

@@ -12,7 +12,7 @@ from fppo import laws, losses
 from fppo.settings import bias as settings
 from fppo.studies.bias import study, text
 
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "bias.md"
+PAGE = Path(__file__).parents[3] / "docs" / "guides" / "bias.md"
 NUMBER = r"-?\d+\.\d+"
 
 
