@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from fppo.settings.train import TrainSettings
 
 CHARACTERS = "0123456789+="
-MODEL, TRAIN, TEST = "warm", "train.jsonl", "test.jsonl"
+MODEL = "warm"
+TRAIN = "train.jsonl"
+TEST = "test.jsonl"
 
 
 @attrs.frozen
