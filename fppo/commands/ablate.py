@@ -240,7 +240,7 @@ def _compared(reference: _Reference, op: str, implementation: Implementation) ->
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
         return {"reason": f"{RAISED} {type(error).__name__}: {first}"}
-    return {"stages": [attrs.asdict(parting) for parting in swap.stage_differences(reference.trace, step)]}
+    return {"stages": [attrs.asdict(stage) for stage in swap.stage_differences(reference.trace, step)]}
 
 
 def choice_text(choice: Mapping[str, Any]) -> str:
@@ -255,10 +255,10 @@ def choice_text(choice: Mapping[str, Any]) -> str:
     width = max(len(stage.stage) for stage in stages)
     lines = [f"{title}: parts first in {first.stage}, leaf {first.leaf}"]
     lines += [f"  {'stage':<{width}}  {'max abs':>8}  {'relative':>8}  {'differ':>8}  first leaf to differ"]
-    return "\n".join([*lines, *(f"  {stage.stage:<{width}}  {_parting(stage)}" for stage in stages)])
+    return "\n".join([*lines, *(f"  {stage.stage:<{width}}  {_difference_words(stage)}" for stage in stages)])
 
 
-def _parting(stage: StageDifference) -> str:
+def _difference_words(stage: StageDifference) -> str:
     if stage.leaf is None:
         return "bit-equal"
     if stage.max_abs == float("inf"):

@@ -206,8 +206,8 @@ def _too_large(row: Row, answers: Answers, fields: Fields, most: int, limit: int
 
 def _texts_of(answers: Answers, fields: Fields) -> list[str]:
     """Names of the fields that become tokens: of prompt and response, or of the messages."""
-    names = [fields.prompt, answers.response] if answers.messages is None else [answers.messages]
-    return [field for name in names for field in fields_in(name)]
+    named = {setting: name for setting, name in answers.needed(fields).items() if setting != "data.source"}
+    return [field for setting, name in named.items() if name is not None for field in fields_in(name, setting)]
 
 
 def _opened(value: Any, name: str) -> Any:
@@ -310,7 +310,7 @@ def _conversation(row: Row, fields: Fields, name: str) -> tuple[list[dict[str, A
 def _response(row: Row, response: str) -> str:
     """The text of a row's response. Raises BadField."""
     if "{" in response:
-        return fill(response, row.fields)
+        return fill(response, row.fields, "sft.response")
     value = lookup(row.fields, response)
     if not isinstance(value, str) or not value:
         raise BadField(f"field {response!r}: a {type(value).__name__}, not text, or empty")

@@ -148,7 +148,7 @@ def _unreadable(row: Row) -> str | None:
 
 def _prompt(row: Row, fields: Fields) -> str | list[dict[str, Any]]:
     if "{" in fields.prompt:
-        text = fill(fields.prompt, row.fields)
+        text = fill(fields.prompt, row.fields, "data.prompt")
         return [{"role": "user", "content": text}] if fields.chat else text
     value, filled = lookup(row.fields, fields.prompt), row.filled
     if isinstance(value, str):
@@ -244,7 +244,7 @@ def check_fields(rows: Sequence[Row], named: Mapping[str, str | None], problems:
     rows."""
     lines = []
     for setting, name in named.items():
-        for field in [] if name is None else fields_in(name):
+        for field in [] if name is None else fields_in(name, setting):
             if rows and not any(_has(row, field) for row in rows):
                 there = sorted(map(str, rows[0].fields))
                 near = _nearest_field(field, rows[0].fields)
@@ -256,9 +256,10 @@ def check_fields(rows: Sequence[Row], named: Mapping[str, str | None], problems:
         raise FieldError([*lines, *problems.lines(), *filter(None, [problems.rest()])])
 
 
-def fields_in(name: str) -> list[str]:
-    """The fields of a setting: the one of this name, or those of a template."""
-    return [field for _, field, _, _ in _pieces(name) if field] if "{" in name else [name]
+def fields_in(name: str, setting: str) -> list[str]:
+    """The fields that a setting reads: the one called `name` or, if `name` is a template, those in it. Raises
+    ValueError, with the name of the `setting`, for a faulty template."""
+    return [field for _, field, _, _ in _pieces(name, setting) if field] if "{" in name else [name]
 
 
 def _has(row: Row, name: str) -> bool:
@@ -283,23 +284,23 @@ def _nearest_field(name: str, fields: Mapping[str, Any]) -> str | None:
     return next((last[each] for each in alike if each in last), None)
 
 
-def _pieces(template: str) -> list[tuple[str, str | None, str | None, str | None]]:
+def _pieces(template: str, setting: str) -> list[tuple[str, str | None, str | None, str | None]]:
     """The texts of a template and the fields between them. Raises ValueError for text that is no template."""
     try:
         return list(string.Formatter().parse(template))
     except ValueError as error:
-        raise ValueError(f"{template!r} is not a template: {error}; write {{{{ for a brace") from error
+        raise ValueError(f"{setting} = {template!r} is not a template: {error}; write {{{{ for a brace") from error
 
 
-def fill(template: str, fields: Mapping[str, Any]) -> str:
+def fill(template: str, fields: Mapping[str, Any], setting: str) -> str:
     """Replace each {field} of a template by its text; {{ and }} are braces. Raises BadField, ValueError."""
     texts = []
-    for text, name, specification, conversion in _pieces(template):
+    for text, name, specification, conversion in _pieces(template, setting):
         texts.append(text)
         if name is None:
             continue
         if not name or specification or conversion:
-            raise ValueError(f"the template {template!r}: each {{}} holds the name of a field and nothing else")
+            raise ValueError(f"{setting} = {template!r}: each {{}} holds the name of a field and nothing else")
         value = lookup(fields, name)
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise BadField(f"field {name!r}: {_kind(value)}, not text")

@@ -13,7 +13,7 @@ from fppo.episodes import joined
 from fppo.metrics import Metrics
 from fppo.pipeline.program import RunState
 from fppo.pipeline.stages import ScoreFn
-from fppo.pipeline.truth import OnCompared
+from fppo.pipeline.truth import OnBeside
 from fppo.rewards import summarize
 from fppo.rollout.engine import Ask, Engine, Sampling
 
@@ -25,7 +25,7 @@ class EvaluateRun(Protocol):
     """Protocol of evaluations: they return metrics of a run's policy. `keep` gets all responses, and `keep_beside` some
     with their exact values."""
 
-    def __call__(self, run: RunState, keep: OnScored = ..., keep_beside: OnCompared = ...) -> Metrics: ...
+    def __call__(self, run: RunState, keep: OnScored = ..., keep_beside: OnBeside = ...) -> Metrics: ...
 
 
 @attrs.frozen(kw_only=True)
@@ -44,7 +44,7 @@ class EvaluateHeldOut:
         self,
         run: RunState,
         keep: OnScored = lambda scored: None,
-        keep_beside: OnCompared = lambda beside: None,
+        keep_beside: OnBeside = lambda beside: None,
     ) -> Metrics:
         how = {"engine": self.engine, "sampling": self.sampling, "score": self.score, "measure": self.measure}
         report = evaluate(run, batches=self.batches(), on_scored=keep, **how)

@@ -141,7 +141,7 @@ def trace(
 def stage_differences(reference: Trace, other: Trace) -> list[StageDifference]:
     """Compare two traces: one result for each stage of the step, in order."""
     both = [_stages(reference), _stages(other)]
-    return [_parting(name, both[0][name], both[1].get(name, [])) for name in both[0]]
+    return [_stage_difference(name, both[0][name], both[1].get(name, [])) for name in both[0]]
 
 
 def _stages(step: Trace) -> dict[str, Leaves]:
@@ -161,7 +161,7 @@ def _fields(record: Any, names: Sequence[str]) -> Leaves:
     return [(name, getattr(record, name)) for name in names if getattr(record, name) is not None]
 
 
-def _parting(stage: str, expected: Leaves, actual: Leaves) -> StageDifference:
+def _stage_difference(stage: str, expected: Leaves, actual: Leaves) -> StageDifference:
     others = dict(actual)
     gaps = [(name, _gap(value, others.get(name))) for name, value in expected]
     apart = [(name, gap) for name, gap in gaps if gap is not None]

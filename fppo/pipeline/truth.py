@@ -49,7 +49,7 @@ class Beside(NamedTuple):
     exact_advantages: Tensor
 
 
-OnCompared = Callable[[Beside], None]
+OnBeside = Callable[[Beside], None]
 
 
 class Truth(NamedTuple):
@@ -83,7 +83,7 @@ def critic_truth(
     engine: Engine,
     sampling: Sampling,
     passes: Passes,
-    keep: OnCompared = lambda beside: None,
+    keep: OnBeside = lambda beside: None,
 ) -> Metrics:
     """Metrics of how far the critic's values are from the exact ones of the policy that samples.
 

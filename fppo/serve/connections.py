@@ -40,8 +40,8 @@ def most_connections() -> int:
 class Connection(asyncio.Protocol):
     """A connection that passes its bytes to another protocol, and is closed if a request does not come in time."""
 
-    def __init__(self, inner: asyncio.Protocol, door: Acceptor) -> None:
-        self._inner, self._door = inner, door
+    def __init__(self, inner: asyncio.Protocol, acceptor: Acceptor) -> None:
+        self._inner, self._acceptor = inner, acceptor
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
         self._size, self.busy, self.served = 0, 0, False
@@ -51,14 +51,14 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
         host, port, *_ = transport.get_extra_info("peername") or ("", 0)
         self.address = str(host), int(port)
-        self._door.add(self)
-        self._within(self._door.head_seconds)
+        self._acceptor.add(self)
+        self._within(self._acceptor.head_seconds)
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         if not self.busy:
             if self._size == 0:
-                self._within(self._door.head_seconds)
+                self._within(self._acceptor.head_seconds)
             self._size += len(data)
             if self._size > _HEAD_BYTES:
                 self.abort()
@@ -77,7 +77,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._within(None)
         self._inner.connection_lost(exc)
-        self._door.remove(self)
+        self._acceptor.remove(self)
 
     def begin(self) -> None:
         """Note that a request is being answered."""
@@ -88,7 +88,7 @@ class Connection(asyncio.Protocol):
         """Note that a request has been answered."""
         self.busy, self.served = self.busy - 1, True
         if not self.busy and self._transport is not None and not self._transport.is_closing():
-            self._within(self._door.idle_seconds)
+            self._within(self._acceptor.idle_seconds)
 
     def abort(self) -> None:
         """Close at once."""

@@ -82,9 +82,9 @@ def serving(
     if the head of a request has not come after `head_seconds`, or if none comes for `idle_seconds` after the last
     request, since an agent's tools may take long. At the end open connections have a few seconds to finish.
     """
-    door = Acceptor(listener, most=most or most_connections(), head_seconds=head_seconds, idle_seconds=idle_seconds)
+    acceptor = Acceptor(listener, most=most or most_connections(), head_seconds=head_seconds, idle_seconds=idle_seconds)
     config = uvicorn.Config(
-        door.watched(app),
+        acceptor.watched(app),
         log_level="error",  # warnings are of what clients send
         ws="none",
         access_log=False,
@@ -95,7 +95,7 @@ def serving(
         lifespan="off",
     )
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=_run, args=(server, door), name="fppo-server", daemon=True)
+    thread = threading.Thread(target=_run, args=(server, acceptor), name="fppo-server", daemon=True)
     thread.start()
     try:
         waiting = threading.Event()
@@ -112,13 +112,13 @@ def serving(
         listener.close()
 
 
-def _run(server: uvicorn.Server, door: Acceptor) -> None:
+def _run(server: uvicorn.Server, acceptor: Acceptor) -> None:
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        runner.run(_serve(server, door))
+        runner.run(_serve(server, acceptor))
 
 
-async def _serve(server: uvicorn.Server, door: Acceptor) -> None:
-    """Serve until the server is to exit. The acceptor `door` accepts its connections, so that it has no sockets
+async def _serve(server: uvicorn.Server, acceptor: Acceptor) -> None:
+    """Serve until the server is to exit. The acceptor `acceptor` accepts its connections, so that it has no sockets
     itself."""
     config = server.config
     config.load()
@@ -128,8 +128,8 @@ async def _serve(server: uvicorn.Server, door: Acceptor) -> None:
         await asyncio.sleep(0.002)
     if server.started:
         own = {"config": config, "server_state": server.server_state, "app_state": server.lifespan.state}
-        door.open(lambda: made(**own))
+        acceptor.open(lambda: made(**own))
     while not server.should_exit and not work.done():
         await asyncio.sleep(0.02)
-    door.close()
+    acceptor.close()
     await work

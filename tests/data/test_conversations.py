@@ -58,6 +58,8 @@ def test_a_prompt_begins_as_that_of_a_rollout_does():
 def test_prompts_and_responses_are_fields_or_templates():
     fields = Fields(prompt="Q {q}", ground_truth=None, source="from")
     rows = [{"q": "1", "why": "2", "answer": "3", "from": "sums"}]
+    with pytest.raises(ValueError, match=r"sft\.response = '\{why' is not a template"):
+        encoded(rows, chats.tokenizer(), fields=fields, answers=Answers(response="{why"))
     found = encoded(rows, chats.tokenizer(), fields=fields, answers=Answers(response="{why} A {answer}"))
     assert found.rows == (Imitated(prompt=(6, 11), response=(12, 7, 13, 1), mask=(True,) * 4),)
     assert found.sources == ("sums",)

@@ -323,12 +323,13 @@ def test_a_dotted_path_leads_where_a_walk_does(fields, path):
 @given(st.lists(st.sampled_from(["{a}", "{b.0}", "{{", "}}", " x", "{c}"]), max_size=6))
 def test_a_template_is_filled_piece_by_piece(pieces):
     meant = {"{a}": "1", "{b.0}": "2.5", "{{": "{", "}}": "}", " x": " x", "{c}": "{a}"}
-    assert fill("".join(pieces), {"a": 1, "b": [2.5], "c": "{a}"}) == "".join(meant[piece] for piece in pieces)
+    found = fill("".join(pieces), {"a": 1, "b": [2.5], "c": "{a}"}, "data.prompt")
+    assert found == "".join(meant[piece] for piece in pieces)
     for wrong in ("{a!r}", "{a:3}", "{}", "{0}"):
         with pytest.raises((BadField, ValueError)):
-            fill(wrong, {"a": 1})
+            fill(wrong, {"a": 1}, "data.prompt")
     with pytest.raises(BadField, match="a bool, not text"):
-        fill("{a}", {"a": True})
+        fill("{a}", {"a": True}, "data.prompt")
 
 
 @pytest.mark.parametrize("filled", [False, True])

@@ -153,7 +153,11 @@ def test_all_faults_are_one_error(tmp_path):
 
 def test_faulty_templates_and_sources(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": "1", "answer": "1", "list": [1], "source": 3}])
-    for prompt, text in (("{missing}", "missing"), ("{list}", "a list, not text"), ("{prompt", "not a template")):
+    for prompt, text in (
+        ("{missing}", "missing"),
+        ("{list}", "a list, not text"),
+        ("{prompt", "is not a template"),
+    ):
         with pytest.raises(ValueError, match=text):
             load(path, prompt=prompt)
     with pytest.raises(ValueError, match="the name of a field"):

@@ -104,8 +104,8 @@ def test_read_refuses_unknown_keys_and_equal_names(tmp_path: Path) -> None:
 
 
 def test_selected_by_room_and_by_name() -> None:
-    mutants = [x for x in MUTANTS if x.room in ("losses", "plan")]
-    assert {x.room for x in selected(mutants, rooms=["plan"], names=[])} == {"plan"}
+    mutants = [x for x in MUTANTS if x.room in ("losses", "studies")]
+    assert {x.room for x in selected(mutants, rooms=["studies"], names=[])} == {"studies"}
     assert selected(mutants, rooms=[], names=[mutants[0].name]) == [mutants[0]]
-    with pytest.raises(ValueError, match="no room nothing: losses, plan"):
+    with pytest.raises(ValueError, match="no room nothing: losses, studies"):
         selected(mutants, rooms=["nothing"], names=[])

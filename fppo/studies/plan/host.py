@@ -18,7 +18,7 @@ from fppo.studies.plan.case import BUILT_FOR_GPUS, CUDA_PROCESS, PROCESS, Case, 
 from fppo.studies.plan.passes import FROZEN, Built, base_dtype, every_shape, models_of, shard_shapes
 from fppo.studies.plan.track import Phase
 
-STATE, AWAY, READ, COPIES, BUCKET, CAME, COLUMNS, ITSELF = (
+STATE, AWAY, READ, COPIES, BUCKET, RECEIVED, COLUMNS, ITSELF = (
     "state between uses",
     "activations put away",
     "weights that are read",
@@ -51,7 +51,7 @@ def host_of(case: Case, built: Built, stages: Mapping[str, Sequence[Phase]] = Ma
     """Plan the host memory of a rank's process with these stages."""
     on_gpu = case.hardware.on_gpu
     rest = {ITSELF: float(CUDA_PROCESS if on_gpu else process_bytes()), STATE: state_bytes(case, built)}
-    rest |= {AWAY: away_bytes(case, stages), COLUMNS: case.columns, CAME: received_bytes(case, built)}
+    rest |= {AWAY: away_bytes(case, stages), COLUMNS: case.columns, RECEIVED: received_bytes(case, built)}
     return HostMemory(
         rest=rest,
         starting={READ: read_bytes(case, built)},
