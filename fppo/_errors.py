@@ -79,8 +79,7 @@ def json_of(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] 
 
 
 def check_depth(value: T) -> T:
-    """Return a value of parsed data, or raise ValueError if its mappings and lists are nested more than `DEEPEST`
-    deep."""
+    """Return a value of parsed data. Raises ValueError if its mappings and lists are nested over `DEEPEST` deep."""
     inside: list[Any] = [value]
     for _ in range(DEEPEST + 1):
         inside = list({id(x): x for each in inside for x in _held(each)}.values())
@@ -114,8 +113,7 @@ def no_exit() -> Iterator[None]:
 
 
 def of_exit(error: SystemExit) -> str:
-    """The error message about a call of `sys.exit` in the user's code: the function that called, the code, and the
-    remedy."""
+    """The error message about a call of `sys.exit` in the user's code: the calling function, the code, the remedy."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_of_python(frame.filename)]
     place = "a function"
     if frames:

@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 from fppo import tree
@@ -156,7 +157,7 @@ class Rollout(Prompts):
 
     response_mask: Tensor  # [B, T] bool: True where the policy chose the token
     rollout_log_probs: Tensor  # [B, T] float32, of the full distribution at the sampling temperature
-    sampling_log_probs: Tensor  # [B, T] float32, of the distribution sampled from, after top-k and top-p
+    sampling_log_probs: Tensor  # [B, T] float32, of the distribution that tokens were drawn from
     groups: Tensor  # [B] int64
     versions: Tensor  # [B] int64, the policy version that generated the row
     finish: Column  # "stop" or "length"
@@ -180,11 +181,33 @@ class Scored(Rollout):
     baselines: Tensor | None = None  # [B] float32: the score of the greedy response (ReMax)
     outcomes: Tensor | None = None  # [B] float32
     teacher_log_probs: Tensor | None = None  # [B, T] float32, at the sampling temperature
+    process_rewards: Tensor | None = None  # [B, T] float32: the score by steps, at their last tokens; nan elsewhere
 
     @property
     def outcome(self) -> Tensor:
         """The score of each row without shaping terms, which distinguishes right from wrong responses, [B] float32."""
         return self.scores if self.outcomes is None else self.outcomes
+
+    @property
+    def step_rewards(self) -> Tensor:
+        """The rewards of steps at their last tokens, [B, T] float32, nan elsewhere. A row without steps is one step,
+        whose reward is the score."""
+        whole = self.scores[:, None].where(last_tokens(self.response_mask), torch.nan)
+        return whole if self.process_rewards is None else self.process_rewards.where(self._has_steps, whole)
+
+    @property
+    def rewards_within(self) -> Tensor | None:
+        """The parts of the score that stay at their tokens, [B, T] float32, of steps or an environment's turns; None:
+        it is at the last token."""
+        rewards, turns = self.process_rewards, self.turn_rewards
+        if rewards is None or turns is None:
+            return turns if rewards is None else rewards
+        return rewards.where(self._has_steps, turns)
+
+    @property
+    def _has_steps(self) -> Tensor:
+        assert self.process_rewards is not None
+        return (self.response_mask & ~self.process_rewards.isnan()).any(1, keepdim=True)
 
     @property
     def has_score(self) -> Tensor:
@@ -195,8 +218,7 @@ class Scored(Rollout):
 
 @state
 class Annotated(Scored):
-    """Scored rows with the outputs of the models on them before the update, which are zero outside the response
-    mask."""
+    """Scored rows with the outputs of the models on them before the update, zero outside the response mask."""
 
     old_log_probs: Tensor  # [B, T] float32
     ref_log_probs: Tensor | None = None  # [B, T] float32
@@ -217,6 +239,37 @@ class Experience(Annotated):
     returns: Tensor  # [B, T] float32
     correction_weights: Tensor | None = None  # [B, T] float32
     entropy_mask: Tensor | None = None  # [B, T] bool: the tokens whose entropy has a bonus; None: all
+
+
+def last_tokens(mask: Tensor) -> Tensor:
+    """Mark the last token of each row in a mask, bool [B, T]."""
+    return mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+
+
+def turn_bounds(mask: Tensor, turn_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mark the turns of rows: bool [B, T], True at the last token of each; and True at its first.
+
+    Tokens of one turn have the same number in `turn_ids` [B, T], integers; without it a turn is a run of tokens in the
+    mask [B, T], bool. Raises ValueError for other numbers, or of another shape.
+    """
+    if turn_ids is None:
+        return mask & ~pad(mask, (0, 1))[:, 1:], mask & ~pad(mask, (1, 0))[:, :-1]
+    if turn_ids.shape != mask.shape or turn_ids.is_floating_point():
+        shape = f"{turn_ids.dtype} {tuple(turn_ids.shape)}"
+        raise ValueError(f"turn_ids are {shape}: give integers of the mask's shape, {tuple(mask.shape)}")
+    numbers = turn_ids.double() + 1  # 0 where there is no token
+    before = next_in_mask(numbers.flip(1), mask.flip(1)).flip(1)
+    return mask & (next_in_mask(numbers, mask) != numbers), mask & (before != numbers)
+
+
+def next_in_mask(x: Tensor, mask: Tensor) -> Tensor:
+    """The number of `x` at the row's next token in the mask after each position, [B, T]; 0 after the last token."""
+    width = mask.shape[1]
+    if not mask.numel():
+        return x
+    places = torch.arange(width, device=mask.device).expand_as(mask).where(mask, width)
+    nearest = places.flip(1).cummin(1).values.flip(1)
+    return pad(x.where(mask, 0.0), (0, 1)).gather(1, pad(nearest, (0, 1), value=width)[:, 1:])
 
 
 def num_rows(record: Any) -> int:
@@ -253,12 +306,18 @@ def rows(record: R, index: Tensor | Sequence[int]) -> R:
 
 
 def same_scores(records: Sequence[Scored]) -> list[Scored]:
-    """Give each record the named scores of all records; nan where a record lacks one, as its reward always failed."""
+    """Give each record the named scores of all records, and rewards of steps if one has them; nan where a record lacks
+    some, as its reward always failed, or gave no steps."""
+    stepwise = any(record.process_rewards is not None for record in records)
     names = list(dict.fromkeys(name for record in records for name in record.named_scores))
 
     def filled(record: Scored) -> Scored:
         none = torch.full_like(record.scores, torch.nan)
-        return tree.replace(record, named_scores={name: record.named_scores.get(name, none) for name in names})
+        steps = record.process_rewards
+        if steps is None and stepwise:
+            steps = none[:, None].expand(record.response_mask.shape)
+        named = {name: record.named_scores.get(name, none) for name in names}
+        return tree.replace(record, named_scores=named, process_rewards=steps)
 
     return [filled(record) for record in records]
 

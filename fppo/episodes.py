@@ -1,4 +1,4 @@
-"""Episodes of several rows: joined to be judged as a whole, and cut into rows for training.
+"""Episodes of several rows, joined to be judged as a whole.
 
 An episode is usually one row. If it has several (`Rollout.episodes`), each has its own prompt, and `Rollout.observed`
 holds the tokens that were observed between the responses of consecutive rows.
@@ -7,7 +7,7 @@ holds the tokens that were observed between the responses of consecutive rows.
 # pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import attrs
@@ -20,6 +20,7 @@ from fppo.tree import replace
 
 R = TypeVar("R", bound=Rollout)
 _WHOLE = ("tokens", "attention_mask", "routed")  # columns of [B, S], with prompts
+_AT_PADDING = {"turn_ids": -1, "process_rewards": torch.nan}  # 0 in other columns
 
 
 class EpisodeLayout(NamedTuple):
@@ -116,72 +117,9 @@ def joined(record: R) -> R:
     )
 
 
-def _response_columns(record: Rollout) -> Iterator[tuple[str, Tensor, int]]:
+def _response_columns(record: Rollout) -> Iterator[tuple[str, Tensor, float]]:
     """Yield each column of response tokens: its name, the column [B, T, ...], and its value at padding."""
     for field in attrs.fields(type(record)):
         x = getattr(record, field.name)
         if isinstance(x, Tensor) and x.ndim > 1 and field.name not in _WHOLE:
-            yield field.name, x, -1 if field.name == "turn_ids" else 0
-
-
-class EpisodeCut(NamedTuple):
-    """One row that is cut out of an episode: the tokens of its prompt, and where its response begins."""
-
-    prompt: Sequence[int]
-    start: int = 0  # its first position in the episode's response
-    observed: int = 0  # how many response tokens just before `start` are in no row
-
-
-def cut(record: Rollout, cuts: Sequence[Sequence[EpisodeCut]], *, pad_token_id: int) -> Rollout:
-    """Cut each row, which is an episode, into several: `cuts` lists the parts of every row of the record, in order.
-
-    A part ends where the tokens observed before the next one begin. `joined` undoes it. `row_ids` count from 0, and
-    `episodes` are the record's row ids. `routed` is dropped: after other prompts, routers choose other experts.
-    """
-    width, device = record.response_mask.shape[1], record.tokens.device
-    flat = [each for own in cuts for each in own]
-    numbers = [row for row, own in enumerate(cuts) for _ in own]
-    rows, responses = batches.rows(record, numbers), record.tokens[:, -width:].tolist()
-    sizes = _cut_lengths(cuts, record.attention_mask[:, -width:].sum(1).tolist())
-    starts, counts = (torch.tensor(x, device=device)[:, None] for x in ([each.start for each in flat], sizes))
-    places = torch.arange(max(sizes), device=device)
-    own, columns = places < counts, (starts + places).clamp(max=width - 1)
-
-    def taken(x: Tensor, fill: float = 0) -> Tensor:
-        return x.gather(1, columns).masked_fill(~own, fill)
-
-    more = {name: taken(x, fill) for name, x, fill in _response_columns(rows)}
-    if record.token_versions is not None:
-        more["versions"] = more["token_versions"][:, 0].to(record.versions)
-    prompts, read = _padded_prompts(flat, pad_token_id)
-    ends = [place == len(each) - 1 for each in cuts for place in range(len(each))]
-    return replace(
-        rows,
-        tokens=torch.cat([prompts.to(device), taken(rows.tokens[:, -width:], pad_token_id)], 1),
-        attention_mask=torch.cat([read.to(device), own], 1),
-        row_ids=torch.arange(len(flat), device=device),
-        finish=Column(finish if end else "stop" for finish, end in zip(rows.finish, ends, strict=True)),
-        episodes=rows.row_ids,
-        observed=Column(
-            responses[row][each.start - each.observed : each.start] for row, each in zip(numbers, flat, strict=True)
-        ),
-        routed=None,
-        **more,
-    )
-
-
-def _cut_lengths(cuts: Sequence[Sequence[EpisodeCut]], lengths: Sequence[int]) -> list[int]:
-    """The number of response tokens of each part that is cut out of episodes of these `lengths`."""
-    sizes: list[int] = []
-    for own, length in zip(cuts, lengths, strict=True):
-        stops = [*(later.start - later.observed for later in own[1:]), length]
-        sizes += [stop - each.start for each, stop in zip(own, stops, strict=True)]
-    return sizes
-
-
-def _padded_prompts(cuts: Sequence[EpisodeCut], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """The prompts of the cut rows, padded on the left, [B, P], and their mask."""
-    width = max(len(each.prompt) for each in cuts)
-    gaps = [width - len(each.prompt) for each in cuts]
-    tokens = [[*[pad_token_id] * gap, *each.prompt] for gap, each in zip(gaps, cuts, strict=True)]
-    return torch.tensor(tokens), torch.tensor([[*[False] * gap, *[True] * (width - gap)] for gap in gaps])
+            yield field.name, x, _AT_PADDING.get(field.name, 0)

@@ -50,9 +50,8 @@ class WrongSetting(ValueError):
         super().__init__(str(self.problem))
 
 
-def said(error: ValueError) -> Problem:
-    """The problem that an error describes: that of a WrongSetting, or of the text "setting: text" of another
-    ValueError."""
+def problem_of(error: ValueError) -> Problem:
+    """The problem of a WrongSetting, or that which another ValueError describes by its text "setting: text"."""
     path, _, text = str(error).partition(": ")
     return error.problem if isinstance(error, WrongSetting) else Problem(path, attrs.NOTHING, text)
 
@@ -104,6 +103,11 @@ def only(section: Any, *names: str) -> dict[str, Any]:
     return {name: getattr(section, name) for name in names}
 
 
+def shared(section: Any, cls: type) -> dict[str, Any]:
+    """The settings of a section that are fields of `cls` too, as keyword arguments of the same names."""
+    return only(section, *(name for name in attrs.fields_dict(type(section)) if name in attrs.fields_dict(cls)))
+
+
 def value_at(settings: Any, path: str) -> Any:
     """The value of a setting, or the section, at a path."""
     for name in filter(None, path.split(".")):
@@ -111,12 +115,18 @@ def value_at(settings: Any, path: str) -> Any:
     return settings
 
 
-def wrong(settings: Any, path: str, text: str) -> Problem:
+def problem_at(settings: Any, path: str, text: str) -> Problem:
     """The problem that `text` describes with the value at a path."""
     return Problem(path, value_at(settings, path), text)
 
 
-def unread(settings: Any, paths: Iterable[str], reader: str) -> Problems:
+def hinder(settings: Any, known: Iterable[tuple[str, bool, str]]) -> list[tuple[str, Any, str]]:
+    """The settings that hinder something, of those `known` as (path, whether it does, why): each as (path, value,
+    why)."""
+    return [(path, value_at(settings, path), why) for path, hinders, why in known if hinders]
+
+
+def unread_problems(settings: Any, paths: Iterable[str], reader: str) -> Problems:
     """Yield a problem for each setting at or below these paths that is not at its default, though nothing reads it
     here. `reader` says in words what would read it."""
     for path in paths:
@@ -125,7 +135,7 @@ def unread(settings: Any, paths: Iterable[str], reader: str) -> Problems:
         field = next(x for x in attrs.fields(type(of)) if name_of(x) == name)
         value = getattr(of, field.name)
         if attrs.has(type(value)):
-            yield from unread(settings, (f"{path}.{name_of(x)}" for x in attrs.fields(type(value))), reader)
+            yield from unread_problems(settings, (f"{path}.{name_of(x)}" for x in attrs.fields(type(value))), reader)
         elif value != getattr(type(of)(), field.name):
             yield Problem(path, value, f"nothing reads it here: it is for {reader}; leave it out")
 
@@ -224,8 +234,7 @@ def module_function(value: str | None) -> str | None:
 
 
 def output_file(value: str | None) -> str | None:
-    """Check that a name is that of a file that can be written, or "-", standard output; returns the problem, or
-    None."""
+    """Check that a name is of a file that can be written, or "-", standard output; returns the problem, or None."""
     if value in (None, "-"):
         return None
     path = Path(value)

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fppo import devices
+
 
 class Mean(NamedTuple):
-    """A mean as a sum and a count, both 0-d tensors; means add field by field."""
+    """A mean as a sum (`total`) and a count, both 0-d tensors; means add field by field."""
 
     total: Tensor
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -63,7 +65,7 @@ for _kind in get_args(Metric):  # so that the structure of a tree with metrics c
 
 def mean(value: Tensor | float, count: Tensor | float = 1.0) -> Mean:
     """Make a `Mean` of `count` numbers whose sum is `value`; by default of a single number."""
-    total = torch.as_tensor(value).detach().double()
+    total = devices.wide(torch.as_tensor(value).detach())
     if isinstance(count, Tensor):
         return Mean(total, count.detach().to(total))
     return Mean(total, torch.full_like(total, count))
@@ -71,7 +73,7 @@ def mean(value: Tensor | float, count: Tensor | float = 1.0) -> Mean:
 
 def total(value: Tensor | float) -> Sum:
     """Make a `Sum` of a single number."""
-    return Sum(torch.as_tensor(value).detach().double())
+    return Sum(devices.wide(torch.as_tensor(value).detach()))
 
 
 def spent(*spans: tuple[float, float]) -> Spent:
@@ -81,7 +83,7 @@ def spent(*spans: tuple[float, float]) -> Spent:
 
 def term(value: Tensor | float) -> Term:
     """Make a `Term` of the part that one pass contributes to a term of a mini-batch's objective."""
-    return Term(torch.as_tensor(value).detach().double())
+    return Term(devices.wide(torch.as_tensor(value).detach()))
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Mean:

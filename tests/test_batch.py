@@ -243,7 +243,8 @@ def test_a_record_extends_that_of_the_stage_before():
     assert same(tree.map(torch.clone, record), record)
 
 
-OPTIONAL = ("inputs", "routed", "token_versions", "turn_ids", "turn_rewards", "episodes", "observed", "baselines")
+OPTIONAL = ("inputs", "routed", "token_versions", "turn_ids", "turn_rewards", "episodes", "observed")
+OPTIONAL = (*OPTIONAL, "baselines", "process_rewards")
 KINDS = (Prompts, Rollout, Scored, Annotated, Experience)
 
 
@@ -258,6 +259,7 @@ def full(count: int, left_out: tuple[str, ...] = ()) -> Experience:
         "token_versions": torch.randint(0, 9, (count, length), generator=g).to(torch.int32),
         "turn_ids": torch.randint(-1, 3, (count, length), generator=g).to(torch.int32),
         "turn_rewards": torch.full((count, length), torch.nan),
+        "process_rewards": torch.full((count, length), torch.nan),
         "episodes": torch.arange(count) // 2 + 5,
         "observed": Column([list(range(i)) for i in range(count)]),
         "named_scores": {"a": torch.randn(count, generator=g), "b.c": torch.randn(count, generator=g)},
@@ -272,6 +274,7 @@ def full(count: int, left_out: tuple[str, ...] = ()) -> Experience:
     return tree.replace(base, **fields | dict.fromkeys(left_out))
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     st.sampled_from(KINDS),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import attrs
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from fppo import advantages, metrics
 from fppo import batch as batches
 from fppo.advantages.experience import estimate
 from fppo.batch import Annotated, Column, Rollout, Scored, extend
 from fppo.data.cursor import DataCursor
-from fppo.episodes import EpisodeCut, cut, episode_rows, joined, layout_of, num_episodes
+from fppo.episodes import episode_rows, joined, layout_of, num_episodes
 from fppo.key import Key
 from fppo.losses import KLState
 from fppo.pipeline import turn_metrics
@@ -27,6 +30,14 @@ from fppo.steps.micro_batching import MicroBatching
 from fppo.tree import replace
 
 PAD, PROMPT = 0, 2
+
+
+class EpisodeCut(NamedTuple):
+    """A row of an episode: its prompt, where its response begins, and how many tokens before are in no row."""
+
+    prompt: list[int]
+    start: int
+    observed: int
 
 
 @attrs.frozen
@@ -91,7 +102,40 @@ def build(rows, seed=0):
 
 
 def cut_up(rollout, cuts):
-    return cut(rollout, cuts, pad_token_id=PAD)
+    """The rows of the cuts: each a prompt of its own, and its part of the response."""
+    width = rollout.response_mask.shape[1]
+    flat, spans = [], []
+    for row, own in enumerate(cuts):
+        stops = [*(later.start - later.observed for later in own[1:]), int(rollout.attention_mask[row, -width:].sum())]
+        flat += [(row, each) for each in own]
+        spans += [(each.start, stop) for each, stop in zip(own, stops)]
+    rows = batches.rows(rollout, [row for row, _ in flat])
+    long, most = max(len(each.prompt) for _, each in flat), max(stop - start for start, stop in spans)
+
+    def parts(x, fill=0):
+        """Each row's part of a column of responses, padded."""
+        return torch.stack([F.pad(own[a:b], (0, most - b + a), value=fill) for own, (a, b) in zip(x, spans)])
+
+    prompts = torch.tensor([[PAD] * (long - len(each.prompt)) + list(each.prompt) for _, each in flat])
+    read = torch.tensor([[False] * (long - len(each.prompt)) + [True] * len(each.prompt) for _, each in flat])
+    columns = {
+        field.name: parts(getattr(rows, field.name), -1 if field.name == "turn_ids" else 0)
+        for field in attrs.fields(type(rows))
+        if getattr(getattr(rows, field.name), "shape", ()) == (len(flat), width)
+    }
+    observed = [rollout.tokens[row, PROMPT:][each.start - each.observed : each.start].tolist() for row, each in flat]
+    last = [place + 1 == len(flat) or flat[place + 1][0] != row for place, (row, _) in enumerate(flat)]
+    return replace(
+        rows,
+        **columns,
+        tokens=torch.cat([prompts, parts(rows.tokens[:, -width:], PAD)], 1),
+        attention_mask=torch.cat([read, parts(rows.attention_mask[:, -width:])], 1),
+        row_ids=torch.arange(len(flat)),
+        finish=Column(rows.finish[place] if last[place] else "stop" for place in range(len(flat))),
+        versions=rows.versions if rollout.token_versions is None else columns["token_versions"][:, 0].long(),
+        episodes=rows.row_ids,
+        observed=Column(observed),
+    )
 
 
 def same(a, b):
@@ -119,21 +163,12 @@ def test_cut_rows_joined_are_the_episodes(made):
     assert num_episodes(rows) == len(cuts)
     same(joined(rows), rollout)
     assert joined(rollout) is rollout
-    flat = [(row, each) for row, own in enumerate(cuts) for each in own]
-    width = rows.response_mask.shape[1]
-    for place, (row, each) in enumerate(flat):  # by hand: a prompt of its own, and the turn behind it
-        kept = rows.attention_mask[place]
-        assert rows.tokens[place, :-width][kept[:-width]].tolist() == list(each.prompt)
-        own = rollout.turn_ids[row] == rows.turn_ids[place].max()
-        assert rows.tokens[place, -width:][kept[-width:]].tolist() == rollout.tokens[row, PROMPT:][own].tolist()
-        assert int(rows.episodes[place]) == int(rollout.row_ids[row])
-        assert rows.response_mask[place].tolist() == kept[-width:].tolist()
 
 
 @settings(max_examples=25)
 @given(episodes(), st.integers(0, 99))
-def test_each_row_has_its_own_part_of_every_column(made, seed):
-    """By hand, token by token: cut out of the episode, and put into it again, in numbers of any shape."""
+def test_each_row_has_its_own_part_of_its_episode(made, seed):
+    """By hand, token by token, in numbers of any shape."""
     rollout, cuts = made
     g, seen = torch.Generator().manual_seed(seed), rollout.attention_mask[:, PROMPT:]
     versions = torch.randint(0, 5, seen.shape, generator=g).to(torch.int32).where(rollout.response_mask, 0)
@@ -147,27 +182,12 @@ def test_each_row_has_its_own_part_of_every_column(made, seed):
     of_rows, left = at.of_rows(numbers), torch.ones(len(cuts), at.width, dtype=torch.bool)
     assert (at.width, at.starts) == (int(seen.sum(1).max()), [each.start for _, each in flat])
     assert at.episode_of.tolist() == [row for row, _ in flat]
-    assert rows.row_ids.tolist() == list(range(len(flat)))
     for place, (row, each) in enumerate(flat):
-        size = int(rows.attention_mask[place, -width:].sum())
-        own, there = slice(0, size), slice(each.start, each.start + size)
-        for name in ("response_mask", "rollout_log_probs", "sampling_log_probs", "turn_ids", "turn_rewards"):
-            assert getattr(rows, name)[place, own].equal(getattr(rollout, name)[row, there]), name
-        assert rows.token_versions[place, own].equal(versions[row, there])
-        assert int(rows.versions[place]) == int(versions[row, each.start])
-        assert rows.tokens[place, -width:][own].equal(rollout.tokens[row, PROMPT:][there])
-        assert (rows.tokens[place, -width:][size:] == PAD).all()
-        assert (rows.turn_ids[place, size:] == -1).all()
-        assert not rows.rollout_log_probs[place, size:].any()
-        before = rollout.tokens[row, PROMPT + each.start - each.observed : PROMPT + each.start].tolist()
-        assert list(rows.observed[place]) == before
-        ends = place + 1 == len(flat) or flat[place + 1][0] != row
-        assert rows.finish[place] == (rollout.finish[row] if ends else "stop")
-        assert (rows.ids[place], rows.extras[place]) == (rollout.ids[row], rollout.extras[row])
-        assert int(rows.groups[place]) == int(rollout.groups[row])
+        own = slice(0, int(rows.attention_mask[place, -width:].sum()))
+        there = slice(each.start, each.start + own.stop)
         assert whole[row, there].equal(x[place, own])
         assert of_rows[place, own].equal(numbers[row, there])
-        assert not of_rows[place, size:].any()
+        assert not of_rows[place, own.stop :].any()
         left[row, there] = False
     assert (whole[left] == 2.0).all()
     assert [flat[place][0] for place in at.first] == [flat[place][0] for place in at.last] == list(range(len(cuts)))
@@ -189,29 +209,29 @@ def test_rows_may_stand_in_any_order_that_keeps_their_own(made, random):
     same(batches.rows(mixed, [numbers.index(i) for i in rollout.row_ids.tolist()]), rollout)
 
 
-def annotated(rollout, seed=0):
-    """The rollout with scores and all that estimators read."""
+def annotated(rollout, seed=0, steps=False):
+    """The rollout with scores and all that estimators read, also rewards of `steps`."""
     g, mask = torch.Generator().manual_seed(seed), rollout.response_mask
     scores = rollout.turn_rewards.sum(1) + torch.randn(len(mask), generator=g)
     values = torch.randn(mask.shape, generator=g, dtype=torch.float64).where(mask, 0.0)
     columns = {"values": values, "ref_log_probs": (rollout.rollout_log_probs + 0.1 * values).where(mask, 0.0)}
     scored = extend(Scored, rollout, scores=scores, named_scores={"a": scores})
+    if steps:
+        rewards = values.float().where(torch.rand(mask.shape, generator=g) < 0.4, torch.nan)
+        scored = replace(scored, process_rewards=rewards.where(mask, torch.nan))
     return extend(Annotated, scored, old_log_probs=rollout.rollout_log_probs, **columns)
 
 
 def in_rows(whole, cuts):
     """Annotated episodes as rows: cut as their rollout is, with the numbers of their tokens."""
-    rows = cut_up(whole, cuts)
-    return replace(
-        rows,
-        **{
-            name: layout_of(rows).of_rows(getattr(whole, name)) for name in ("old_log_probs", "ref_log_probs", "values")
-        },
-    )
+    rows, names = cut_up(whole, cuts), ("old_log_probs", "ref_log_probs", "values", "process_rewards")
+    given = {name: getattr(whole, name) for name in names if getattr(whole, name) is not None}
+    return replace(rows, **{name: layout_of(rows).of_rows(x) for name, x in given.items()})
 
 
 ESTIMATORS = {
     "grpo": advantages.grpo,
+    "grpo_process": advantages.grpo_process,
     "rloo": advantages.rloo,
     "gae": advantages.gae,
     "turn_gae": advantages.turn_gae,
@@ -227,11 +247,11 @@ def test_advantages_of_rows_are_those_of_the_episodes(name, made):
     rollout, cuts = made
     if name != "gae" and len(set(rollout.groups.tolist())) == len(cuts):
         return  # of groups of one row nothing is to be compared
-    whole = annotated(rollout)
+    whole = annotated(rollout, steps=name == "grpo_process")
     rows = in_rows(whole, cuts)
-    how = {"advantage_fn": ESTIMATORS[name], "whiten": name == "gae"}
-    expected, _, one = estimate(whole, KLState(coef=0.1), **how, kl_in_reward=True)
-    got, _, other = estimate(rows, KLState(coef=0.1), **how, kl_in_reward=True)
+    how = {"advantage_fn": ESTIMATORS[name], "whiten": name == "gae", "kl_in_reward": name != "grpo_process"}
+    expected, _, one = estimate(whole, KLState(coef=0.1), **how)
+    got, _, other = estimate(rows, KLState(coef=0.1), **how)
     for column in ("advantages", "returns", "token_rewards"):
         back = layout_of(got).of_episodes(getattr(got, column))
         torch.testing.assert_close(back, getattr(expected, column), rtol=1e-6, atol=1e-6)

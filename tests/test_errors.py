@@ -13,8 +13,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fppo import _errors
-from fppo._errors import DEEPEST, MOST
+from fppo._errors import (
+    DEEPEST,
+    MOST,
+    RunFailed,
+    check_depth,
+    did_you_mean,
+    is_of_python,
+    json_of,
+    nearest,
+    no_exit,
+    of_exit,
+    printable,
+    words_of,
+)
 
 WHOLE = 10**6
 ODD = st.sampled_from("\x00\x1b\x7f\x9b\u200e\u2028\u202e\u2066\ud800\n\t\r é€")
@@ -40,7 +52,7 @@ def test_text_is_shown_whole_or_without_its_middle(text, most, lines):
     half = most // 2
     left = f"... ({len(text) - 2 * half:,} more characters) ..."
     cut = f"{shown(text[:half])} {left} {shown(text[len(text) - half :])}" if half else left
-    assert _errors.printable(text, most, lines=lines) == (shown(text) if len(text) <= most else cut)
+    assert printable(text, most, lines=lines) == (shown(text) if len(text) <= most else cut)
 
 
 def test_the_words_of_an_error_are_its_type_and_text_in_one_short_line():
@@ -48,10 +60,10 @@ def test_the_words_of_an_error_are_its_type_and_text_in_one_short_line():
         def __str__(self):
             raise KeyError("x")
 
-    assert _errors.words_of(ValueError("a\nb\x1b")) == "ValueError: a\\nb\\x1b"
-    assert _errors.words_of(Mute()) == "Mute: (its text raises KeyError)"
-    assert len(_errors.words_of(ValueError("x" * WHOLE))) < MOST + 50
-    assert _errors.words_of(ValueError("x" * 100), 20) == "ValueError ... (92 more characters) ... xxxxxxxxxx"
+    assert words_of(ValueError("a\nb\x1b")) == "ValueError: a\\nb\\x1b"
+    assert words_of(Mute()) == "Mute: (its text raises KeyError)"
+    assert len(words_of(ValueError("x" * WHOLE))) < MOST + 50
+    assert words_of(ValueError("x" * 100), 20) == "ValueError ... (92 more characters) ... xxxxxxxxxx"
 
 
 KINDS = {"tables": ('{"a":', "1", "}"), "lists": ("[", "1", "]"), "both": ('[{"a":', "1", "}]")}
@@ -65,10 +77,10 @@ def test_json_is_read_as_deep_as_files_may_be(kind, deep, made):
     count = deep if kind != "both" else max(deep // 2, 1)
     text = made(begin * count + inside + end * count)
     if deep <= max(DEEPEST, 2):
-        assert _errors.json_of(text) == json.loads(text)
+        assert json_of(text) == json.loads(text)
     else:
         with pytest.raises(ValueError, match=f"its tables and lists are nested more than {DEEPEST} deep"):
-            _errors.json_of(text)
+            json_of(text)
 
 
 @pytest.mark.parametrize("wrap", [lambda x: {"a": x}, lambda x: [x], lambda x: (x,), lambda x: {"b": 1, "a": (0, [x])}])
@@ -78,15 +90,15 @@ def test_values_are_as_deep_as_files_may_be(wrap):
     value, depth = wrap(0), step
     while depth + step <= DEEPEST + 1:
         value, depth = wrap(value), depth + step
-    assert _errors.check_depth(value) is value
+    assert check_depth(value) is value
     with pytest.raises(ValueError, match="nested more than"):
-        _errors.check_depth(wrap(value))
+        check_depth(wrap(value))
 
 
 def test_objects_are_made_by_the_given_function():
-    assert _errors.json_of('{"a": 1, "a": 2}', pairs=list) == [("a", 1), ("a", 2)]
+    assert json_of('{"a": 1, "a": 2}', pairs=list) == [("a", 1), ("a", 2)]
     with pytest.raises(json.JSONDecodeError):
-        _errors.json_of("{")
+        json_of("{")
 
 
 names = st.lists(st.text("abc", min_size=1, max_size=5), max_size=5, unique=True)
@@ -96,12 +108,12 @@ names = st.lists(st.text("abc", min_size=1, max_size=5), max_size=5, unique=True
 def test_a_hint_is_the_nearest_name_where_one_is_near(name, choices, cutoff):
     shares = {x: difflib.SequenceMatcher(None, x, name).ratio() for x in choices}
     near = max(shares.values(), default=-1.0)
-    found = _errors.nearest(name, iter(choices), cutoff)
+    found = nearest(name, iter(choices), cutoff)
     assert (found is None) == (near < cutoff)
     assert found is None or shares[found] == near
     question = "" if found is None else f"did you mean {found}? "
-    assert _errors.did_you_mean(name, iter(choices), cutoff) == f"{question}there are {', '.join(choices)}"
-    assert _errors.did_you_mean("lossez", ["loss", "x"]) == "did you mean loss? there are loss, x"
+    assert did_you_mean(name, iter(choices), cutoff) == f"{question}there are {', '.join(choices)}"
+    assert did_you_mean("lossez", ["loss", "x"]) == "did you mean loss? there are loss, x"
 
 
 def test_an_exit_is_named_by_the_innermost_function_that_is_no_part_of_python():
@@ -111,14 +123,14 @@ def test_an_exit_is_named_by_the_innermost_function_that_is_no_part_of_python():
     def outer():
         inner()
 
-    with pytest.raises(_errors.RunFailed) as caught, _errors.no_exit():
+    with pytest.raises(RunFailed) as caught, no_exit():
         outer()
     assert re.match(
         r"<lambda>\(\), .*test_errors\.py:\d+, called sys\.exit\('bye\\x1b'\), which ends ", str(caught.value)
     )
-    with pytest.raises(_errors.RunFailed, match=r"^the module's own code, .* called sys\.exit\(3\)"), _errors.no_exit():
+    with pytest.raises(RunFailed, match=r"^the module's own code, .* called sys\.exit\(3\)"), no_exit():
         exec(compile("import sys\nsys.exit(3)", str(Path(__file__)), "exec"), {})
-    assert _errors.of_exit(SystemExit(None)).startswith("a function called sys.exit(None), ")
+    assert of_exit(SystemExit(None)).startswith("a function called sys.exit(None), ")
 
 
 def test_files_of_python_are_those_of_its_library_without_packages():
@@ -132,4 +144,4 @@ def test_files_of_python_are_those_of_its_library_without_packages():
         f"{library.parent}x/y.py": False,
         __file__: False,
     }
-    assert {name: _errors.is_of_python(name) for name in found} == found
+    assert {name: is_of_python(name) for name in found} == found

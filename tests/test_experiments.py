@@ -115,16 +115,19 @@ def _on_a_page(picture, name, **arguments):
     return result
 
 
+@pytest.mark.slow
 def test_per_sample_gradients(on_a_page):
     assert math.isfinite(on_a_page("per_sample_gradients"))
 
 
+@pytest.mark.slow
 def test_hessian_vector(on_a_page):
     """More products find no smaller curvature: the vectors of fewer are among theirs."""
     few, more = (on_a_page("hessian_vector", iterations=count) for count in (2, 4))
     assert 0 < few <= more * 1.001
 
 
+@pytest.mark.slow
 def test_sweep_clip(on_a_page):
     found = on_a_page("sweep_clip", updates=3)
     clipped, moved = found["actor/pg_clipfrac"], found["actor/ppo_kl"]
@@ -140,6 +143,16 @@ def test_the_bench_of_micro_batching_prints_ratios(capsys):
     row = capsys.readouterr().out.splitlines()[2].split()
     assert float(row[3]) <= 1.01  # micro-batches over the bound
     assert float(row[7]) <= 1.0001  # the heaviest of 64 parts over the mean
+
+
+def test_the_bench_of_limits_says_which_runs_end_and_what_the_others_differ_by(capsys):
+    _load("bench/limits").main(limits=2, steps=1, width=16, rows=8)
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(lines) == 4
+    for tight, wide in zip(lines[::2], lines[1::2], strict=True):
+        assert "does not fit into memory by itself" in tight
+        assert int(wide.split()[3]) > 0
+        assert float(wide.split()[5]) < 1e-12
 
 
 def test_the_bench_of_engines_asks_prompts_of_many_lengths_and_counts_products(monkeypatch):
@@ -173,6 +186,7 @@ def test_the_bench_of_a_busy_machine_compares_each_way_alone_and_beside_others()
     assert all(float(row[1]) > 0 for row in cells)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo_arithmetic", "grpo_arithmetic"])
 def test_arithmetic(name, capsys):
     _load(name).main(steps=2, warm_up=2, batch=16)
@@ -362,6 +376,7 @@ def test_dry_runs_of_the_gpus_benchmark_reach_their_verdicts(tmp_path):
     assert all(verdict["passed"] for verdict in held + errors + vllm if not verdict["name"].endswith("GB/s"))
 
 
+@pytest.mark.slow
 def test_the_page_of_families_says_what_their_checks_say(monkeypatch):
     monkeypatch.syspath_prepend(EXPERIMENTS)
     verdicts, page = (importlib.import_module(f"kinds.{x}") for x in ("verdicts", "page"))

@@ -127,19 +127,19 @@ def test_problems_have_the_whole_paths_of_their_settings():
     assert fields.value_at(whole(from_="x"), "middle.from") == "x"
     assert fields.value_at(whole(low=0.25), "middle.inner") == Inner(low=0.25)
     assert fields.value_at(whole(), "") == whole()
-    assert fields.wrong(whole(low=0.25), "middle.inner.low", "no") == Problem("middle.inner.low", 0.25, "no")
+    assert fields.problem_at(whole(low=0.25), "middle.inner.low", "no") == Problem("middle.inner.low", 0.25, "no")
     assert fields.only(whole(size=5), "size", "cluster") == {"size": 5, "cluster": "none"}
 
 
 def test_what_nothing_reads_is_what_was_given():
     """Whatever it is: also what is false, and a section's settings one by one."""
     paths = ("middle", "size", "cluster")
-    assert list(fields.unread(whole(), paths, "x")) == []
-    found = list(fields.unread(whole(low=0.0, from_="", flag=False, size=4), paths, "a thing"))
+    assert list(fields.unread_problems(whole(), paths, "x")) == []
+    found = list(fields.unread_problems(whole(low=0.0, from_="", flag=False, size=4), paths, "a thing"))
     words = "nothing reads it here: it is for a thing; leave it out"
     given = {"middle.inner.low": 0.0, "middle.from": "", "middle.flag": False, "size": 4}
     assert found == [Problem(path, value, words) for path, value in given.items()]
-    assert list(fields.unread(whole(low=0.0, size=4), ("size",), "x")) == [
+    assert list(fields.unread_problems(whole(low=0.0, size=4), ("size",), "x")) == [
         Problem("size", 4, words.replace("a thing", "x"))
     ]
 
@@ -157,6 +157,6 @@ def test_a_problem_in_words_and_back():
     assert str(Problem("a.b", ("x", 1), "no")) == "a.b = ['x', 1]: no"
     assert str(Problem("a.b", "x", "no")) == "a.b = 'x': no"
     assert str(Problem("a.b", attrs.NOTHING, "no: never")) == "a.b: no: never"
-    assert fields.said(WrongSetting("a", 1, "no")) == Problem("a", 1, "no")
+    assert fields.problem_of(WrongSetting("a", 1, "no")) == Problem("a", 1, "no")
     assert str(WrongSetting("a", (), "no")) == "a = []: no"
-    assert fields.said(ValueError("a = 1: no: never")) == Problem("a = 1", attrs.NOTHING, "no: never")
+    assert fields.problem_of(ValueError("a = 1: no: never")) == Problem("a = 1", attrs.NOTHING, "no: never")

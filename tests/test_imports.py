@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 TESTS = {"pytest", "hypothesis"}
 HEAVY = {"transformers", "matplotlib", "datasets", "cattrs", "tyro", "rich", "vllm", "ray"}
 UNWANTED = {
@@ -38,6 +40,7 @@ for number, modules in enumerate(sys.argv[1:]):
 WITHOUT_JAXTYPING = "fppo.losses fppo.advantages fppo.laws fppo_kernels.table"
 
 
+@pytest.mark.slow
 def test_rooms_load_nothing_heavy_and_run_without_jaxtyping():
     """Annotations are plain where jaxtyping is missing: it is for tests."""
     command = [sys.executable, "-c", PROGRAM, WITHOUT_JAXTYPING, *UNWANTED]

@@ -22,7 +22,7 @@ from fppo.models.model import Model
 from fppo.rollout import sync
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask
-from fppo.rollout.sync import How
+from fppo.rollout.sync import DigestMethod
 from fppo.rollout.vllm import transfer
 from fppo.rollout.vllm.devices import GIB, GpuMemory, gpus_of, memory_keywords
 from fppo.rollout.vllm.host import Answer, HostBatch
@@ -44,7 +44,7 @@ class StandIn:
         assert options.max_model_len is not None
         self.limit, self._model, self._dtype = options.max_model_len, model, dtype
         self._weights: dict[str, Tensor] = {}
-        self._how: How = "sums"
+        self._how: DigestMethod = "sums"
         self._asleep = set[str]()
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -57,7 +57,7 @@ class StandIn:
             raise ValueError(f"a worker of vLLM has no {method}")
         return [None]
 
-    def begin_load(self, how: How, transfer: bool = False) -> None:
+    def begin_load(self, how: DigestMethod, transfer: bool = False) -> None:
         del transfer
         assert "weights" not in self._asleep
         self._how, self._weights = how, {}

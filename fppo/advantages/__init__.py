@@ -11,6 +11,7 @@ from fppo.advantages.distillation import mean_reverse_kl, reverse_kl
 from fppo.advantages.ensemble import decisive, disagreement, undisputed
 from fppo.advantages.exact import GameTree, GameValues, exact_values, game_values
 from fppo.advantages.grouped import SCALES, gdpo, gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus_baseline, rloo
+from fppo.advantages.process import grpo_process
 from fppo.advantages.temporal import (
     discounted_returns,
     gae,
@@ -47,6 +48,7 @@ __all__ = [
     "gpg",
     "grpo",
     "grpo_passk",
+    "grpo_process",
     "length_lam",
     "maxrl",
     "mean_reverse_kl",

@@ -27,6 +27,7 @@ COLUMNS: dict[str, Callable[[Annotated, Tensor], Any]] = {  # of rows and their 
     "scores": lambda rows, rewards: rewards.sum(1),  # a KL penalty in the rewards reaches groups, too
     "named_scores": lambda rows, rewards: {k: x.nan_to_num(nan=0.0) for k, x in rows.named_scores.items()},
     "outcomes": lambda rows, rewards: rows.outcome,
+    "step_rewards": lambda rows, rewards: rows.step_rewards,
     "mask": lambda rows, rewards: rows.response_mask,
     "groups": lambda rows, rewards: rows.groups,
     "values": lambda rows, rewards: rows.values,
@@ -119,8 +120,7 @@ def columns_of(fn: Estimator) -> tuple[list[str], list[str]]:
 
 
 def reads(fn: Estimator, column: str) -> bool:
-    """Whether an estimator needs a column, by the column's name: "values" need a critic, "groups" several responses
-    each."""
+    """Whether an estimator needs a column, by its name: "values" need a critic, "groups" several responses each."""
     return column in columns_of(fn.fn if isinstance(fn, OfRows) else fn)[0]
 
 
@@ -166,7 +166,7 @@ def _compared(rows: Annotated) -> Tensor:
 def _check_alone(name: str, rows: Annotated, rewards: Tensor, why: str) -> None:
     """Raise ValueError if token rewards hold more than the rows' scores, such as a KL penalty; `name` is the
     estimator's, and `why` says why it needs the scores alone."""
-    alone = advantages.token_rewards(rows.scores, rows.response_mask, turns=rows.turn_rewards)
+    alone = advantages.token_rewards(rows.scores, rows.response_mask, turns=rows.rewards_within)
     if (rewards != alone.to(rewards)).any():
         raise ValueError(
             f"the estimator {name!r} {why} would not see what else the token "

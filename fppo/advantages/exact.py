@@ -65,23 +65,23 @@ class GameValues(NamedTuple):
     """State values [P] and action values [E] of a game, float64."""
 
     values: Float[Tensor, " p"]
-    said: Float[Tensor, " e"]  # the action values
+    action_values: Float[Tensor, " e"]
 
 
 def game_values(probs: Float[Tensor, " e"], tree: GameTree, *, gamma: float = 1.0) -> GameValues:
     """The values of a game under the policy that takes the tree's actions with probabilities `probs` [E].
 
-    Computed by dynamic programming: said (the action value) = ends + gamma * (the expected value of the next state),
-    and value = sum over a state's actions of probability * said. Raises ValueError for other shapes.
+    Computed by dynamic programming: action value = ends + gamma * (the expected value of the next state), and value =
+    sum over a state's actions of probability * action value. Raises ValueError for other shapes.
     """
     if probs.shape != tree.at.shape:
         raise ValueError(f"probs must be [{len(tree.at)}], one for each of the tree's tokens, got {list(probs.shape)}")
     p, ends, chance = (x.detach().double() for x in (probs, tree.ends, tree.chance))
-    values, said = ends.new_zeros(tree.places), ends
+    values, action_values = ends.new_zeros(tree.places), ends
     for _ in range(tree.height):
-        said = ends + gamma * torch.zeros_like(ends).index_add(0, tree.by, chance * values[tree.to])
-        values = torch.zeros_like(values).index_add(0, tree.at, p * said)
-    return GameValues(values, said)
+        action_values = ends + gamma * torch.zeros_like(ends).index_add(0, tree.by, chance * values[tree.to])
+        values = torch.zeros_like(values).index_add(0, tree.at, p * action_values)
+    return GameValues(values, action_values)
 
 
 def _to_go(x: Tensor) -> Tensor:

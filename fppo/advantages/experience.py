@@ -45,7 +45,7 @@ def estimate(
         apart = annotated.old_log_probs - annotated.teacher_log_probs
         report["actor/teacher_kl"] = metrics.masked_mean(apart, mask)
     mask = mask & annotated.has_score[:, None]
-    rewards = temporal.token_rewards(annotated.scores, mask, turns=annotated.turn_rewards, kl=penalty, kl_coef=coef)
+    rewards = temporal.token_rewards(annotated.scores, mask, turns=annotated.rewards_within, kl=penalty, kl_coef=coef)
     result = of_rows(advantage_fn)(replace(annotated, response_mask=mask), rewards)
     _check_shapes(result, mask)
     mask, weights, counts = _trained_on(annotated, mask, drop, correct)
@@ -69,8 +69,9 @@ def _reference_kl(
     kind: str,
     update: Callable[[KLState, Tensor, Tensor], KLState] | None,
 ) -> tuple[Tensor | None, KLState, Metrics]:
-    """The KL estimate [B, T] of each token from the reference, the controller moved by it, and metrics. Without a
-    reference the estimate is None, the controller stays, and there are no metrics."""
+    """The KL estimate [B, T] of each token from the reference, by the estimator `kind`; the controller moved by it with
+    `update`, if given; and metrics. Without a reference the estimate is None, the controller stays, and there are no
+    metrics."""
     if annotated.ref_log_probs is None:
         return None, kl, {}
     mask = annotated.response_mask
@@ -88,8 +89,8 @@ def _trained_on(
     drop: Sequence[Callable[[Annotated], Tensor]],
     correct: Callable[[Tensor, Tensor, Tensor], Correction] | None,
 ) -> tuple[Tensor, Tensor | None, Metrics]:
-    """The mask [B, T] without dropped rows and without tokens that the correction leaves out, its weights [B, T] (None
-    without one), and metrics."""
+    """The mask [B, T] without the rows that functions in `drop` select and the tokens that `correct` leaves out; the
+    weights [B, T] of that correction (None without `correct`); and metrics."""
     report: Metrics = {}
     if drop:
         gone = torch.stack([fn(annotated) for fn in drop]).any(0)[:, None].expand(mask.shape)

@@ -25,7 +25,8 @@ SCALES = ("std", "none")
 _EPS = 1e-6
 
 
-def _divisor(stats: Centred, scale: str) -> Rows:
+def divisor(stats: Centred, scale: str) -> Rows:
+    """The number by which deviations are divided: the group's standard deviation + 1e-6, or 1 for the scale "none"."""
     if scale not in SCALES:
         unknown("scale", scale, SCALES)
     return stats.std + _EPS if scale == "std" else torch.ones_like(stats.std)
@@ -42,7 +43,7 @@ def grpo(scores: Rows, mask: Mask, groups: RowIds, *, scale: str = "std") -> Adv
     `scale="none"` leaves the division out (Dr. GRPO, arXiv:2503.20783).
     """
     stats = _centre(scores, mask, groups)
-    return spread(stats.deviation / _divisor(stats, scale), scores, mask)
+    return spread(stats.deviation / divisor(stats, scale), scores, mask)
 
 
 def maxrl(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
@@ -58,7 +59,8 @@ def maxrl(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
 
 
 def rloo(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
-    """The score S minus the mean score of the group's other rows, n / (n - 1) (S - mean); arXiv:2402.14740."""
+    """The score S minus the mean score of the other rows of its group, which is n / (n - 1) (S - mean) in a group of n
+    rows; 0 for the only row of a group; arXiv:2402.14740."""
     stats = _centre(scores, mask, groups)
     return spread(stats.rows / (stats.rows - 1).clamp(min=1) * stats.deviation, scores, mask)
 
@@ -106,7 +108,7 @@ def grpo_passk(scores: Rows, mask: Mask, groups: RowIds, *, scale: str = "std") 
     second = members.reduce(full.where(~best, -torch.inf), "max")
     only = best & present & (stats.rows > 1) & (members.reduce(best.double(), "sum") == 1)
     gap = (full - second).where(only, 0.0)
-    return spread(gap / _divisor(stats, scale), scores, mask)
+    return spread(gap / divisor(stats, scale), scores, mask)
 
 
 def reinforce_plus_plus_baseline(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:

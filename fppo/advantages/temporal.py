@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fppo.advantages._common import Advantages, check_rows, check_unit, on_mask
+from fppo.advantages._common import Advantages, check_rows, check_unit, on_mask, rounding
 from fppo.advantages.whitening import whiten
+from fppo.batch import last_tokens, next_in_mask, turn_bounds
 from fppo.losses._common import check_mask, check_tokens, positive
 from fppo.shapes import Mask, Rows, Scalar, Tokens
 from fppo_kernels.gae.scan import reverse_scan, scan
 
 
 def _accumulate(x: Tokens, mask: Mask, decay: float) -> Tokens:
-    """y_t = x_t + decay * y_s, float64 [B, T]; s: the next position after t that the mask holds. `x` is 0 outside the
-    mask."""
+    """y_t = x_t + decay * y_s, float64 [B, T]; s: the next position after t in the mask. `x` is 0 outside the mask."""
     return reverse_scan(x, torch.full_like(x, decay).where(mask, 1.0))
 
 
@@ -31,19 +31,22 @@ def token_rewards(
 ) -> Tokens:
     """The score [B] at the last token of each row, minus kl_coef * kl [B, T] at every token; [B, T].
 
-    `turns` [B, T] are rewards within rows, such as an environment's for turns: they stay at their tokens, and the last
-    token gets the rest, the score minus their sum over the mask. A nan among them counts as 0. The result is 0 outside
-    the mask, and for a row without tokens. All arguments are constants to the gradient.
+    `turns` [B, T] are rewards within rows, such as an environment's for turns, or those of steps: they stay at their
+    tokens, and the last token gets the rest, the score minus their sum over the mask; nothing if that is a rounding
+    error. A nan among them counts as 0. The result is 0 outside the mask, and for a row without tokens. All arguments
+    are constants to the gradient.
     """
     check_rows(mask, scores=scores)
-    after = mask.flip(1).cumsum(1).flip(1)
     rest = scores.detach()
     if turns is None:
-        rewards = rest[:, None].where(mask & (after == 1), 0.0)
+        rewards = rest[:, None].where(last_tokens(mask), 0.0)
     else:
         check_tokens(mask, turns=turns)
-        within = turns.detach().nan_to_num(nan=0.0).where(mask, 0.0).to(rest.dtype)
-        rewards = within + (rest - within.sum(1))[:, None].where(mask & (after == 1), 0.0)
+        within = turns.detach().nan_to_num(nan=0.0).where(mask, 0.0).double()
+        least = rounding(within.abs().sum(1).maximum(rest.abs().double()), rest.dtype)
+        rest = rest.double() - within.sum(1)
+        rest = rest.masked_fill(rest.abs() <= least, 0.0)
+        rewards = (within + rest[:, None].where(last_tokens(mask), 0.0)).to(scores.dtype)
     if kl is None or (not isinstance(kl_coef, Tensor) and kl_coef == 0):
         return rewards
     check_tokens(mask, kl=kl)
@@ -152,7 +155,7 @@ def turn_gae(
     check_tokens(mask, rewards=rewards, values=values)
     check_unit("gamma", gamma)
     check_unit("lam", lam)
-    ends, starts = _turns(mask, turn_ids)
+    ends, starts = turn_bounds(mask, turn_ids)
     of_turn = torch.ones_like(mask, dtype=torch.float64)
     reward, value = on_mask(rewards, mask), on_mask(values, mask)
     # within a turn lam is 1: the values are not read
@@ -161,18 +164,6 @@ def turn_gae(
     first = place.cummax(1).values if mask.numel() else place
     advantages = (goals - value).gather(1, first).where(mask, 0.0)
     return Advantages(advantages.to(rewards.dtype), goals.where(mask, 0.0).to(rewards.dtype))
-
-
-def _turns(mask: Mask, turn_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mark turns: bool [B, T], True at the last token of each turn; and bool [B, T], True at the first."""
-    if turn_ids is None:
-        return mask & ~pad(mask, (0, 1))[:, 1:], mask & ~pad(mask, (1, 0))[:, :-1]
-    if turn_ids.shape != mask.shape or turn_ids.is_floating_point():
-        shape = f"{turn_ids.dtype} {tuple(turn_ids.shape)}"
-        raise ValueError(f"turn_ids are {shape}: give integers of the mask's shape, {tuple(mask.shape)}")
-    numbers = turn_ids.double() + 1  # 0 where there is no token
-    before = _next(numbers.flip(1), mask.flip(1)).flip(1)
-    return mask & (_next(numbers, mask) != numbers), mask & (before != numbers)
 
 
 def turn_returns(rewards: Tokens, mask: Mask, *, turn_ids: Tensor | None = None, gamma: float = 1.0) -> Tokens:
@@ -226,10 +217,10 @@ def vtrace(
     check_unit("lam", lam)
     positive("cut", cut)
     reward, value, weight = (on_mask(x, mask) for x in (rewards, values, correction_weights))
-    delta = weight * (reward + gamma * _next(value, mask) - value)
+    delta = weight * (reward + gamma * next_in_mask(value, mask) - value)
     trace = (gamma * lam * weight.clamp(max=cut)).where(mask, 1.0)
     goals = value + reverse_scan(delta, trace)
-    advantages = (reward + gamma * _next(goals, mask) - value).where(mask, 0.0)
+    advantages = (reward + gamma * next_in_mask(goals, mask) - value).where(mask, 0.0)
     return Advantages(advantages.to(rewards.dtype), goals.where(mask, 0.0).to(rewards.dtype))
 
 
@@ -241,15 +232,5 @@ def lambda_returns(rewards: Tokens, values: Tokens, mask: Mask, *, gamma: float 
 def _goals(reward: Tensor, value: Tensor, mask: Tensor, *, gamma: float | Tensor, lam: Tensor) -> Tensor:
     """G_t = r_t + gamma ((1 - lam) V_s + lam G_s), [B, T]; s: the next position after t that the mask holds; after the
     last one V = G = 0. `reward` (r) and `value` (V) are 0 outside the mask, `gamma` and `lam` broadcast to [B, T]."""
-    x = (reward + gamma * (1 - lam) * _next(value, mask)).where(mask, 0.0)
+    x = (reward + gamma * (1 - lam) * next_in_mask(value, mask)).where(mask, 0.0)
     return reverse_scan(x, (gamma * lam).expand_as(x).where(mask, 1.0)).where(mask, 0.0)
-
-
-def _next(x: Tensor, mask: Tensor) -> Tensor:
-    """The number of `x` at the row's next token in the mask after each position, [B, T]; 0 after the last token."""
-    width = mask.shape[1]
-    if not mask.numel():
-        return x
-    places = torch.arange(width, device=mask.device).expand_as(mask).where(mask, width)
-    nearest = places.flip(1).cummin(1).values.flip(1)
-    return pad(x.where(mask, 0.0), (0, 1)).gather(1, pad(nearest, (0, 1), value=width)[:, 1:])

@@ -61,8 +61,9 @@ def optimal_token_baseline(
 def _above_baseline(
     value: Tensor, weight: Tensor, alive: Tensor, members: Groups, dtype: torch.dtype, *, leave_one_out: bool
 ) -> Tensor:
-    """`value` [B, T] minus its baseline. In columns that only one row of a group has, the baseline is that of the row's
-    last shared column; 0 for a row that shares none.
+    """`value` [B, T] minus its baseline, the mean by `weight` within the groups `members`. `alive` says which columns
+    each row has. In columns that only one row of a group has, the baseline is that of the row's last shared column;
+    0 for a row that shares none.
 
     Values are counted from the lowest, so that equal ones give exactly 0, also where they differ by a rounding error of
     `dtype`.
@@ -84,8 +85,8 @@ def _above_baseline(
 
 
 def _baseline(value: Tensor, weight: Tensor, alive: Tensor, members: Groups, *, leave_one_out: bool) -> Tensor:
-    """The weighted mean [B, T] of `value` over each row's group, with or without the row itself; the plain mean where
-    all weights are 0. `value` and `weight` are 0 where `alive` is False."""
+    """The weighted mean [B, T] of `value` over each row's group, without the row itself if `leave_one_out`; the plain
+    mean where all weights are 0. `value` and `weight` are 0 where `alive` is False."""
 
     def mean(each: Tensor) -> tuple[Tensor, Tensor]:
         total, added = members.reduce(each, "sum"), members.reduce(value * each, "sum")

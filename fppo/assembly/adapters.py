@@ -39,7 +39,7 @@ def lora_of(section: LoraSettings) -> Lora:
     """
     if section.path is not None:
         return lora_files.read_config(Path(section.path))
-    return Lora(section.rank, section.alpha, section.targets, section.scaling)
+    return Lora(section.rank, section.alpha, section.targets, section.scaling, section.exclude)
 
 
 def load_policy(
@@ -89,9 +89,14 @@ def adapted_critic(
         if section.lora.of_critic:
             model, params = _quantised_base(section.lora.base, model, params, mesh, device)
     params = on_device(params, device)
-    if not section.lora.of_critic:
+    own, begun = section.lora, section.lora.critic_path
+    if not own.of_critic:
         return model, params
-    return lora.adapt(model, params, _critic_spec(section.lora), key=key.fold("critic's adapter"), mesh=mesh)
+    spec = _critic_spec(own)
+    if begun is not None:  # whose targets are not the policy's
+        lora.check_adapted(bare_model(section, critic), spec)
+    model, adapter = lora.adapt(model, params, spec, key=key.fold("critic's adapter"), mesh=mesh)
+    return model, adapter if begun is None else lora_files.load(model, Path(begun), mesh=mesh, like=adapter)
 
 
 def reader_params(section: ModelSettings, critic: CriticSettings, key: Key) -> Params:
@@ -129,12 +134,18 @@ def shape_of(section: ModelSettings, critic: CriticSettings | None = None) -> Mo
     try:
         return lora.without_base(model, lora_of(own) if critic is None else _critic_spec(own))
     except ValueError as error:
-        name = "targets" if own.path is None else f"path = {own.path!r}"
+        name = "exclude" if str(error).startswith("exclude") else "targets"
+        if critic is not None and own.critic_path is not None:
+            name = f"critic_path = {own.critic_path!r}"
+        elif own.path is not None:
+            name = f"path = {own.path!r}"
         raise ValueError(f"model.lora.{name}: {error}") from error
 
 
 def _critic_spec(section: LoraSettings) -> Lora:
-    """The description of the critic's adapter."""
+    """The description of the critic's adapter, from the settings or from the files that it starts from."""
+    if section.critic_path is not None:
+        return lora_files.read_config(Path(section.critic_path))
     spec, rank = lora_of(section), section.critic_rank
     return spec if rank is None else attrs.evolve(spec, rank=rank)
 
@@ -208,4 +219,5 @@ def bases_of(bases: Mapping[str, Base | None]) -> dict[str, Base] | None:
 
 def words(spec: Lora) -> str:
     """An adapter in words."""
-    return f"rank {spec.rank}, alpha {spec.alpha:g}, {spec.scaling} scaling, of {', '.join(spec.targets)}"
+    without = f" without {', '.join(spec.exclude)}" if spec.exclude else ""
+    return f"rank {spec.rank}, alpha {spec.alpha:g}, {spec.scaling} scaling, of {', '.join(spec.targets)}{without}"

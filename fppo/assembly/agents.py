@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
-
 from fppo.assembly.environments import PATH, agent_of
-from fppo.assembly.texts import chat_options, vocabulary_size_of
+from fppo.assembly.inputs import Inputs
+from fppo.assembly.texts import chat_options
+from fppo.data import vocabulary_size
 from fppo.fields import WrongSetting
 from fppo.rollout.engine import Engine
 from fppo.runtime.mesh import AXES, Mesh, ranks_on
@@ -13,34 +13,23 @@ from fppo.serve.agents import AgentRunner
 from fppo.serve.engine import AgentEngine
 from fppo.serve.service import Bounds
 from fppo.serve.texts import texts_of
-from fppo.settings.model import ModelSettings
-from fppo.settings.rollout import RolloutSettings
-from fppo.settings.train import DataSettings
 
 
-def agent_engine(
-    model: ModelSettings,
-    rollout: RolloutSettings,
-    rows: DataSettings,
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    pad_token_id: int,
-    mesh: Mesh,
-) -> AgentEngine:
-    """The engine, to be used in a `with` statement.
+def agent_engine(inputs: Inputs, engine: Engine, pad_token_id: int, mesh: Mesh) -> AgentEngine:
+    """The engine whose responses an agent plays; use it in a `with` statement.
 
     Raises ValueError, naming the setting, for an agent that does not import, and for several ranks.
     """
+    rollout, rows, tokenizer = inputs.settings.rollout, inputs.settings.data, inputs.tokenizer
     section = rollout.environment
     agent = agent_of(section)
     if ranks_on(mesh, AXES) > 1:
         raise WrongSetting(f"{PATH}.name", section.name, "is played on one rank: give the mesh one")
-    options = chat_options(rows)
     texts = texts_of(
         tokenizer,
-        vocabulary=vocabulary_size_of(model),
+        vocabulary=vocabulary_size(inputs.config),
         chat=tokenizer.chat_template is not None,
-        options=options,
+        options=chat_options(rows),
     )
     return AgentEngine(
         engine,

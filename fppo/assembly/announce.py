@@ -33,8 +33,6 @@ SHARD = "mesh.shard"  # filled in by a command, so it is no user's choice
 
 def input_lines(
     inputs: Inputs,
-    model: ModelSettings,
-    placement: PlacementSettings,
     differing: Mapping[str, Any],
     chosen: Sequence[str] = (),
     old_log_probs: Sequence[str] = (),
@@ -43,21 +41,21 @@ def input_lines(
     *,
     rows: DataSettings | None = None,
 ) -> list[str]:
-    """Lines on the inputs of a run: device, kernels and why they were `chosen`, pools, prompts, ends of a response,
+    """Lines on what a run has inputs: device, kernels and why they were `chosen`, pools, prompts, ends of a response,
     settings that differ from their defaults on this machine, the source of old log-probs, and settings without effect
     (`idle`). For responses in turns `rows` are the settings of their chats, and `thinking` says what becomes of earlier
     thoughts."""
+    model, texts = inputs.settings.model, inputs.sampling.stop_texts
     ends = [repr(inputs.tokenizer.decode([token])) for token in inputs.sampling.stop_token_ids]
-    texts = inputs.sampling.stop_texts
     ends += [] if texts is None else [repr(text.decode()) for text in texts.texts]
     prompts = _prompts(inputs.prompts)
-    if inputs.eval is not None:
-        prompts += f"; held out: {_prompts(inputs.eval.held_out)}"
+    if inputs.held_out is not None:
+        prompts += f"; held out: {_prompts(inputs.held_out)}"
     return [
         _line("device", f"{inputs.device}, {model.compute_dtype}"),
         _line("kernels", f"attention {model.attention}, log-probs {model.log_probs}"),
         *(_line("auto", text) for text in chosen),
-        *([_line("pools", text)] if (text := _pools(placement)) else []),
+        *([_line("pools", text)] if (text := _pools(inputs.settings.placement)) else []),
         _line("prompts", prompts),
         _line("ends", " ".join(dict.fromkeys(ends))),
         *([] if rows is None else _thoughts(rows, inputs.tokenizer, thinking)),
@@ -154,7 +152,7 @@ def optimizer_lines(role: str, section: OptimizerSettings, model: Model | None) 
     says = optimizer_of(section, 1, setting=f"{role}.optimizer").says
     if model is None or says is None:
         return []
-    trained = [name for name in model.extents if name not in model.fixed]
+    trained = [name for name in model.extents if name not in model.untrained_params]
     shapes = {name: torch.empty(model.whole_shapes[name], device="meta") for name in trained}
     return [_line("optimizer", f"{role}: {says(shapes)}")]
 

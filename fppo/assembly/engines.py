@@ -11,8 +11,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fppo.assembly.environments import environment_runner, prompt_encoder
+from fppo.assembly.inputs import Inputs
 from fppo.assembly.parts import Tools
-from fppo.assembly.texts import chat_options, vocabulary_size_of
+from fppo.assembly.texts import chat_options
+from fppo.data import vocabulary_size
+from fppo.environments.runner import PlayerRunner
 from fppo.fields import WrongSetting, only
 from fppo.fleet import Here
 from fppo.models.model import Model
@@ -51,8 +54,8 @@ class EngineOptions:
 
 
 def engine_options(section: RolloutSettings, model: ModelSettings, *, routed: bool, held_out: bool) -> EngineOptions:
-    """The options of the settings' engine. vLLM is not used if all rollouts are read from files and no prompts are
-    `held_out`."""
+    """The options of the settings' engine, which records routers' choices if `routed`. vLLM is not used if all rollouts
+    are read from files and no prompts are `held_out`."""
     used = section.engine == "vllm" and (section.from_ is None or held_out)
     return EngineOptions(
         vllm=attrs.evolve(section.vllm, adapter=model.lora.send) if used else None,
@@ -140,28 +143,21 @@ def vllm_engine(section: VllmSettings, model: Model, pad_token_id: int, mesh: Me
 
 
 @contextlib.contextmanager
-def answering(
-    model: ModelSettings,
-    rollout: RolloutSettings,
-    rows: DataSettings,
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    pad_token_id: int,
-    mesh: Mesh,
-) -> Iterator[Engine]:
+def answering(inputs: Inputs, engine: Engine, pad_token_id: int, mesh: Mesh) -> Iterator[Engine]:
     """Yield the engine that samples the run's responses. If the settings name an agent, environment or tool, it samples
     them in turns with that one; else it is `engine`. If `rollout.interrupt` is set, it takes newer weights between the
     pieces of a response. The agent, environment or tool runs until the context ends.
 
     Raises ValueError if there is no such environment or tool, or the chat template does not take its messages.
     """
-    turns, environment, vocabulary = rollout.turns, rollout.environment, vocabulary_size_of(model)
+    rollout, rows, tokenizer = inputs.settings.rollout, inputs.settings.data, inputs.tokenizer
+    turns, environment, vocabulary = rollout.turns, rollout.environment, vocabulary_size(inputs.config)
     how = {**only(turns, "max_turns", "turn_tokens", "thinking"), "pad_token_id": pad_token_id, "mesh": mesh}
     with contextlib.ExitStack() as opened:
         if environment.is_agent:
             from fppo.assembly.agents import agent_engine  # here: it takes a server's packages
 
-            engine = opened.enter_context(agent_engine(model, rollout, rows, engine, tokenizer, pad_token_id, mesh))
+            engine = opened.enter_context(agent_engine(inputs, engine, pad_token_id, mesh))
         elif environment.used:
             encode = _turn_encoder(tokenizer, rows)
             engine = TurnsEngine(
@@ -200,7 +196,7 @@ def _turn_encoder(tokenizer: PreTrainedTokenizerBase, rows: DataSettings, *, rol
     return chat_template(tokenizer, roles=roles, options=chat_options(rows))
 
 
-def _tool_runner(respond: tools.Respond, turns: TurnsSettings) -> ToolRunner:
+def _tool_runner(respond: tools.Respond, turns: TurnsSettings) -> PlayerRunner:
     """The runner of a tool, with the settings' limits."""
     limits = only(turns, "failure", "time_limit", "workers", "concurrency", "retries")
     return ToolRunner(respond, **limits, inline=turns.respond in tools.TOOLS)

@@ -12,7 +12,7 @@ from fppo import data
 from fppo.data import PromptSet
 from fppo.data.tokenizers import begun_once, within
 from fppo.environments import EnvironmentRunner, Message
-from fppo.environments.runner import is_asynchronous
+from fppo.environments.runner import PlayerRunner, is_asynchronous
 from fppo.fields import WrongSetting, only
 from fppo.rewards.environment import environment_reward
 from fppo.rewards.functions import RewardFn
@@ -57,7 +57,7 @@ def _itself(environment: Any) -> Any:
     return environment
 
 
-def environment_runner(section: EnvironmentSettings, turns: TurnsSettings) -> EnvironmentRunner:
+def environment_runner(section: EnvironmentSettings, turns: TurnsSettings) -> PlayerRunner:
     """The settings' environment, in processes; close it, or use it in a `with` statement."""
     make, asynchronous = maker_of(section)
     limits = only(turns, "time_limit", "workers", "concurrency", "retries")

@@ -1,4 +1,4 @@
-"""Functions of a run, as its settings name them: loss, value head, optimizer, estimator, correction."""
+"""Functions of a run, as its settings name them: loss, value head, optimizer, estimator, rewards, correction."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from torch import Tensor
 from fppo import losses
 from fppo.advantages.columns import AdvantageFn, OfRows, by_token, reads
 from fppo.data.curriculum import Curriculum
+from fppo.fields import only
 from fppo.losses import ValueHead
 from fppo.pipeline.checks import SCREENED, Usage, screened
+from fppo.rewards.functions import RewardFn, WeightedSum
+from fppo.rewards.resolve import combine
 from fppo.runtime.offload import Lane, offloaded_adamw
 from fppo.settings import files
 from fppo.settings.component import Component, bound, takes
 from fppo.settings.learning import AdvantageSettings, AlgorithmSettings, LossSettings, OptimizerSettings
+from fppo.settings.reward import RewardSettings
 from fppo.settings.tables import CORRECTIONS, CURRICULA, ESTIMATORS, OPTIMIZERS, POLICY_LOSSES, VALUE_HEADS
 from fppo.steps.actor import LossFn, SelectiveLoss
 from fppo.steps.optimizers import Optimizer, kept_on_host
@@ -52,8 +56,9 @@ def rate_of(section: OptimizerSettings, updates: int) -> Schedule:
         section.schedule,
         section.lr,
         total_steps=updates,
-        warmup_steps=section.warmup_steps,
+        warmup_steps=section.warmup(updates),
         min_ratio=section.min_lr_ratio,
+        num_cycles=section.num_cycles,
     )
 
 
@@ -117,6 +122,19 @@ def curriculum_of(part: Component) -> Curriculum | None:
         made = f"it returned a {type(curriculum).__name__}, and must return an fppo.data.Curriculum"
         raise ValueError(f"data.curriculum.name = {part.name!r}: {made}")
     return curriculum
+
+
+def reward_of(section: RewardSettings, extra: Mapping[str, tuple[RewardFn, float]], *, max_tokens: int) -> WeightedSum:
+    """The sum of the settings' reward functions and of `extra` ones, by name with their weights, for responses of at
+    most `max_tokens` tokens."""
+    return combine(
+        section.functions,
+        section.weights,
+        **only(section, "arguments", "overlong_buffer"),
+        max_tokens=max_tokens,
+        overlong_penalty=1.0 if section.overlong_penalty is None else section.overlong_penalty,
+        extra=extra,
+    )
 
 
 def correction_of(part: Component) -> Correct | None:

@@ -58,13 +58,15 @@ class Learning:
 
     def state(self, params: Params, optimizer: Optimizer) -> TrainState:
         """The state before the first update, with a clock for its schedule."""
-        state = tree.replace(init_state(params, optimizer), clock=Clock())
+        state = init_state(params, optimizer, token_budget=self.loop.micro_batching.halved_from)
+        state = tree.replace(state, clock=Clock())
         if self.offload == "moments":
             return tree.replace(state, opt=to_host(state.opt))
         return to_host(state) if self.offload == "all" else state
 
     def measured(self, update: UpdateStage, forward: Forward, lane: Lane) -> UpdateStage:
-        """The update with its rates as metrics, and with its state and activations on the host as the settings say."""
+        """Wrap the update: it reports its FLOPs per second, counted from the model's pass `forward`, as metrics, and
+        `lane` moves its state and activations to the host and back as the settings say."""
         if self.offload_activations:
             update = HostActivations(update, lane)
         if self.offload == "all":
@@ -84,14 +86,15 @@ def learning_of(
 ) -> Learning:
     """How the actor or the critic learns in `steps` steps from batches of `batch_size` sequences, `n` per prompt."""
     optimizer, updates = section.optimizer, steps * section.updates(batch_size, n)
-    constant = optimizer.schedule == "constant" and not optimizer.warmup_steps
+    warmup = optimizer.warmup(updates)
+    constant = optimizer.schedule == "constant" and not warmup
     loop = Loop(
         mini_batch_size=section.mini_batch(batch_size, n),
         micro_batching=micro_batching_of(section),
         **only(section, "epochs", "weight_mode", "horizon"),
         balance_rate=section.experts.bias_rate if isinstance(section, ActorSettings) else 0.0,
         by_prompt=section.draw_by == "prompt",
-        timeline=None if constant else Timeline(optimizer.warmup_steps, updates),
+        timeline=None if constant else Timeline(warmup, updates),
     )
     return Learning(role, optimizer, updates, loop, offload, offload_activations)
 

@@ -19,6 +19,7 @@ from fppo.settings.model import ModelSettings
 from fppo.settings.resolve import Machine
 from fppo.settings.rollout import RolloutSettings
 from fppo.settings.train import DataSettings, TrainSettings
+from fppo.workers.imports import import_modules
 from fppo_kernels import _cpp
 from fppo_kernels import table as tables
 from fppo_kernels.linear.onednn import fast_on_this_processor
@@ -34,12 +35,16 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
     """
     kind, section = torch.device("cpu"), settings.model
     with contextlib.suppress(ValueError):
+        import_modules(section.import_, settings.module_dirs)
+    with contextlib.suppress(ValueError):
         kind = device or device_of(settings.device, settings.placement)
     paths = {"reward.model.path": settings.reward.model.path}
     paths["model.critic_path"] = section.critic_path if settings.algorithm.uses_critic else None
     paths["model.ref_path"] = section.ref_path if settings.uses_reference else None
     paths["model.teacher_path"] = section.teacher_path if settings.uses_teacher else None
     policies = [*_built(section, {"model.path": section.path})]  # one, or none where there is no model
+    if kind.type not in ("cpu", "cuda"):
+        return resolve.resolved(settings, Machine(device=kind.type))
     if kind.type == "cuda":
         capability = torch.cuda.get_device_capability(kind)
         return resolve.resolved(settings, machine_of([*policies, *_built(section, paths)], capability))

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from fppo import models, tree
+from fppo import devices, models, tree
 from fppo.assembly.functions import value_head_of
 from fppo.assembly.texts import config_of, config_place, directory_of
 from fppo.fields import only
@@ -25,7 +25,7 @@ from fppo.models.model import Model, Params, state_dtype
 from fppo.models.narrow import narrow
 from fppo.models.spans import layer_spans
 from fppo.models.vision import takes_images
-from fppo.runtime.mesh import Mesh, Sharding, named_device
+from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.offload import Lane
 from fppo.settings.learning import ActorSettings, CriticSettings
 from fppo.settings.model import ModelSettings
@@ -49,11 +49,11 @@ Offload = Literal["none", "moments", "all"]
 
 
 def device_of(name: str, placement: PlacementSettings) -> torch.device:
-    """The device of that name; "auto": a GPU if there is one, unless roles are in pools without GPUs. Raises ValueError
-    if this machine does not have it."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() and not ranks_without_gpus(placement) else "cpu"
-    return named_device(name, f"device = {name!r}")
+    """The device of that name; "auto": an accelerator if there is one, unless roles are in pools without GPUs. Raises
+    ValueError if this machine does not have it."""
+    if name == "auto" and ranks_without_gpus(placement):
+        name = "cpu"
+    return devices.named(name, f"device = {name!r}")
 
 
 def axes_at(placement: PlacementSettings, role: str, otherwise: AxesSettings) -> AxesSettings:
@@ -147,8 +147,7 @@ def load_reference(
         return model, {name: x.to(state_dtype(model, name, dtype), copy=True) for name, x in params.items()}
     path = section.path if section.ref_path is None else section.ref_path
     model, params = _loader(section, mesh)(directory_of(path, f"model.{setting}"), dtype=dtype)
-    model = _as_set(model, section)
-    return (model if policy is None or policy[0].frozen is not None else policy[0]), params
+    return _as_set(model, section), params
 
 
 def load_teacher(section: ModelSettings, mesh: Mesh) -> tuple[Model, Params]:
@@ -337,7 +336,8 @@ def make_tools(here: Here, names: Mapping[str, str], module_dirs: Sequence[str])
 def micro_batching_of(section: ActorSettings | CriticSettings) -> MicroBatching:
     """The micro-batching that a section asks for."""
     size, budget = section.passes
-    return MicroBatching(size=size, token_budget=budget)
+    auto = size is None and section.token_budget == "auto"
+    return MicroBatching(size=size, token_budget=budget, halve_on_oom=auto)
 
 
 def forward_micro_batching_of(section: ModelSettings, actor: ActorSettings) -> MicroBatching:

@@ -23,7 +23,7 @@ from fppo.runtime import checkpoint, digests
 from fppo.runtime.checkpoint import Contents, Pending, RemoteParts
 from fppo.runtime.digests import Kind
 from fppo.runtime.layout import Extent
-from fppo.steps.train_state import Params, TrainState, whole_shapes
+from fppo.steps.train_state import OPTIONAL, Params, TrainState, whole_shapes
 
 AHEAD = "ahead"  # the field of a run's state with waiting batches, in any number and of any width
 
@@ -37,7 +37,7 @@ class _Part(NamedTuple):
 
 @attrs.frozen(kw_only=True)
 class Placed:
-    """The parts of a run's state that are in groups. All others, and all plain values, belong to the controller."""
+    """The fields of a run's state that groups of ranks hold. All others, and all plain values, are the controller's."""
 
     parts: Mapping[str, _Part]
     kind: Kind  # of digests
@@ -45,7 +45,7 @@ class Placed:
 
     @staticmethod
     def of(roles: Roles, device: torch.device) -> Placed | None:
-        """The parts that are in groups; None if there are none. `device` is the one that ranks work on."""
+        """The fields of a run's state whose roles are on groups; None without any. Their ranks work on `device`."""
         parts: dict[str, _Part] = {}
         for field, name in (("actor", "actor"), ("critic", "critic"), ("ref", "reference")):
             role: Any = getattr(roles, name)
@@ -76,7 +76,7 @@ class Placed:
     def load(self, run: RunState, directory: Path, step: int, *, device: torch.device) -> RunState:
         """Load a checkpoint, written under any placement, to the groups and devices that hold the state of `run`. The
         memory of `run` is given up."""
-        rest = checkpoint.load(run, directory, step, free=AHEAD, device=device)
+        rest = checkpoint.load(run, directory, step, free=AHEAD, device=device, optional=OPTIONAL)
         self.known.add(checkpoint.path_of(directory, step).absolute())
         return tree.replace(rest, **self._on_each(run, _load, directory.absolute(), step, label="load", stays=True))
 
@@ -157,7 +157,8 @@ def _write(here: Here, value: Any, model: Model | None, field: str, draft: Path,
 
 def _load(here: Here, value: Any, model: Model | None, field: str, directory: Path, step: int) -> Any:
     shapes, part = _shapes(value, model), f".{field}"
-    return checkpoint.load(value, directory, step, mesh=here.mesh, shapes=shapes, part=part, donate=True)
+    how = {"mesh": here.mesh, "shapes": shapes, "optional": OPTIONAL}
+    return checkpoint.load(value, directory, step, part=part, donate=True, **how)
 
 
 def _digest(here: Here, value: Any, model: Model | None, field: str, kind: Kind) -> dict[str, str]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 import attrs
 import torch
 
 from fppo.assembly.parts import device_of, sharding_of
 from fppo.fleet import AnyGroup, Call, Group, RankSpec, at_once, cluster
+from fppo.fleet.clusters import OpenCluster
 from fppo.settings.placement import MeshSettings, PlacementSettings, Pool, places_of, pools_of, threads_of
+from fppo.workers.imports import import_modules
 
 
 @attrs.frozen
@@ -37,9 +40,17 @@ def batch_device_of(places: Collection[str], device: torch.device, models: Colle
 
 @contextlib.contextmanager
 def groups_of(
-    placement: PlacementSettings, mesh: MeshSettings, device: str, models: Collection[str]
+    placement: PlacementSettings,
+    mesh: MeshSettings,
+    device: str,
+    models: Collection[str],
+    *,
+    modules: Sequence[str] = (),
+    module_dirs: Sequence[str] = (),
+    open_cluster: OpenCluster = cluster,
 ) -> Iterator[RolePlaces]:
-    """All groups, started, for as long as the context lasts.
+    """All groups, started, for as long as the context lasts, in the cluster that `open_cluster` opens by its name. Each
+    of their ranks has imported the user's `modules`, also from `module_dirs`.
 
     Results of their calls are on the device that the setting `device` names, or on the host if all `models` are in
     groups. Raises ValueError if there is no such cluster, or this machine has too few GPUs, and GroupDied if the
@@ -52,8 +63,9 @@ def groups_of(
     sharding, patience = sharding_of(mesh), placement.patience
     home = batch_device_of(places, device_of(device, placement), models)
     threads = threads_of(placement, torch.get_num_threads())
+    begin = partial(import_modules, modules, module_dirs) if modules else None
     with contextlib.ExitStack() as opened:
-        there = opened.enter_context(cluster(placement.cluster))
+        there = opened.enter_context(open_cluster(placement.cluster))
 
         def group(name: str, pool: Pool, place: str) -> Group:
             spec = RankSpec(
@@ -67,7 +79,7 @@ def groups_of(
                 patience=patience,
             )
             ranks = there.ranks(spec)
-            opened.callback((made := Group(name, ranks, patience=patience, device=home)).close)
+            opened.callback((made := Group(name, ranks, patience=patience, device=home, begin=begin)).close)
             return made
 
         engines = places.pop("rollout", None)

@@ -25,13 +25,12 @@ from fppo.pipeline.stages import Estimate, LeaveAgreed, LeaveDisputed, RollOut, 
 from fppo.pipeline.wiring import wire
 from fppo.rollout.engine import Engine
 from fppo.rollout.pool import EnginePool
-from fppo.runtime.mesh import Mesh, is_first
+from fppo.runtime.mesh import is_first
 from fppo.settings.component import value_of
 from fppo.settings.learning import AlgorithmSettings, CriticSettings
 from fppo.settings.resolve import old_log_probs_source
 from fppo.settings.rollout import RolloutSettings
 from fppo.settings.tables import ESTIMATORS
-from fppo.settings.train import TrainSettings
 
 ROLLOUTS = "rollouts"  # directory of saved rollouts, within the run's
 
@@ -46,16 +45,10 @@ class ScoredEngine:
 
 
 def program_of(
-    settings: TrainSettings,
-    roles: Roles,
-    inputs: Inputs,
-    passes: Passes,
-    scored: ScoredEngine,
-    model: Model,
-    mesh: Mesh,
-    device: torch.device,
+    inputs: Inputs, roles: Roles, passes: Passes, scored: ScoredEngine, model: Model, device: torch.device
 ) -> Program:
     """The stages of the settings' algorithm, with batches on `device`."""
+    settings = inputs.settings
     critic, algorithm, rollout, runner = settings.critic, settings.algorithm, settings.rollout, scored.scoring.runner
     advantage_fn = inputs.advantage({term.name: term.weight for term in runner.terms})
     correct = loss_correction(algorithm.correction, settings.actor.loss)
@@ -77,13 +70,13 @@ def program_of(
         together=roles.together,
         check=False,  # `functions.check_laws` has done it
     )
-    directory = Path(settings.output_dir) / ROLLOUTS if rollout.save and is_first(mesh) else None
+    directory = Path(settings.output_dir) / ROLLOUTS if rollout.save and is_first(inputs.mesh) else None
     annotate, watch = program.annotate, watch_of(rollout, settings.model.compute_dtype)
     return attrs.evolve(
         program,
         annotate=annotate if watch is None else WatchAnnotate(stage=annotate, limit=watch[0], then=watch[1]),
         estimate=_leaving_out(estimate, critic),
-        sample=_sample(rollout, directory, inputs, model.config.vocab_size, device),
+        sample=_sample(inputs, directory, model.config.vocab_size, device),
         critic_warmup=critic.warmup_steps if algorithm.uses_critic else 0,
         pretrain=pretrain_of(critic, algorithm),
         steps=settings.steps,
@@ -119,10 +112,9 @@ def _leaving_out(stage: EstimateStage, critic: CriticSettings) -> EstimateStage:
     return LeaveDisputed(stage, share=critic.leave_disputed) if critic.leave_disputed else stage
 
 
-def _sample(
-    section: RolloutSettings, directory: Path | None, inputs: Inputs, vocabulary: int, device: torch.device
-) -> SampleStage:
+def _sample(inputs: Inputs, directory: Path | None, vocabulary: int, device: torch.device) -> SampleStage:
     """The stage that makes a step's batch, and saves it in `directory` if given."""
+    section = inputs.settings.rollout
     if section.from_ is not None:
         return SampleSaved(directory=Path(section.from_), vocabulary=vocabulary, device=device)
     learn = inputs.drawing.learn

@@ -11,7 +11,7 @@ import attrs
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from fppo import tree
+from fppo import devices, tree
 from fppo.assembly.adapters import adapted_critic, base_of_role, load_policy
 from fppo.assembly.functions import policy_loss, value_head_of
 from fppo.assembly.learning import Learning, learning_of, update_watch
@@ -89,7 +89,7 @@ class PassOptions:
     def record(self, here: Here, model: Model) -> Recorder | None:
         """The recorder of a model's passes as CUDA graphs; None without a GPU, if the settings do not want graphs, or
         if the passes cannot be recorded."""
-        if self.graphs and here.device.type == "cuda" and records(model, here.mesh):
+        if self.graphs and devices.kind_of(here.device).graphs and records(model, here.mesh):
             return graphs(model, here.device)
         return None
 
@@ -245,7 +245,8 @@ def make_critic(
 
 @attrs.frozen(kw_only=True)
 class Roles:
-    """All roles of a run, and the group of each. The leaves of a role in another process are handles."""
+    """All roles of a run and the group of each (`at`); `begin` makes the tools of another process. Leaves are
+    handles."""
 
     actor: Actor
     reference: Reference | None
@@ -265,9 +266,9 @@ class Roles:
         return any(isinstance(group, Group) for group in self.at.values())
 
     @property
-    def together(self) -> Together:
-        """How the stages of several roles run: at once if any role is in another process, else in turn."""
-        return at_once if self.placed else in_turn
+    def together(self) -> Together | None:
+        """How the stages of several roles run: at once if any role is in another process, else in turn (None)."""
+        return at_once if self.placed else None
 
     def passes(self, section: CriticSettings, tokenizer: PreTrainedTokenizerBase) -> Passes:
         """The forward passes over a batch, each run by its role's group. A critic without a model also reads signs of

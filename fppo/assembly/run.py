@@ -11,10 +11,11 @@ import attrs
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from fppo import data
+from fppo import data, devices
 from fppo.advantages.columns import of_values
 from fppo.assembly.adapters import base_of_role, bases_of, policy_model, shape_of
 from fppo.assembly.announce import clock_lines, input_lines, model_lines, optimizer_lines, sharing_lines
+from fppo.assembly.checks import EVALUATE, TRAIN
 from fppo.assembly.engines import (
     EngineOptions,
     answering,
@@ -25,7 +26,7 @@ from fppo.assembly.engines import (
     make_engine_of_pool,
 )
 from fppo.assembly.idle import idle_lines
-from fppo.assembly.inputs import EvalInputs, Inputs, read_eval_inputs, read_inputs
+from fppo.assembly.inputs import Inputs
 from fppo.assembly.machine import resolved
 from fppo.assembly.parts import Tools
 from fppo.assembly.placed import Placed
@@ -44,6 +45,7 @@ from fppo.pipeline.passes import Passes
 from fppo.pipeline.pretrain import Pretraining
 from fppo.pipeline.program import Base, Draw, Program, RunState
 from fppo.pipeline.stages import environment_metrics
+from fppo.pipeline.train import StepsOf, iterate
 from fppo.pipeline.truth import Known, critic_truth, one_answer, right_answers
 from fppo.rollout.engine import Engine
 from fppo.rollout.pool import EnginePool, Generate, PlacedEngine, Policy
@@ -54,13 +56,12 @@ from fppo.runtime.offload import Lane
 from fppo.settings import files
 from fppo.settings.clock import said_of_clock
 from fppo.settings.component import bound, value_of
-from fppo.settings.learning import AdvantageSettings, AlgorithmSettings, CriticSettings
+from fppo.settings.learning import CriticSettings
 from fppo.settings.model import ModelSettings
 from fppo.settings.placement import EngineSettings
 from fppo.settings.resolve import said_of_old_log_probs, sharing_hindrances
-from fppo.settings.rollout import RolloutSettings, TurnsSettings
 from fppo.settings.tables import ESTIMATORS
-from fppo.settings.train import DataSettings, EvalSettings, TrainSettings
+from fppo.settings.train import TrainSettings
 from fppo.steps.train_state import whole_shapes
 from fppo_kernels.table import Kernels
 
@@ -105,6 +106,12 @@ class Assembly:
     placed: Placed | None = None  # the parts of `run` that are in other processes
     calls: Callable[[], list[Call]] = list  # to groups, since the last query
 
+    @property
+    def steps(self) -> Callable[..., StepsOf]:
+        """The steps from a state: `pipeline.iterate` with this run's program."""
+        how = {"program": self.program, "draw": self.draw, "ahead": self.inputs.settings.rollout.ahead}
+        return partial(iterate, **how, mesh=self.mesh)
+
 
 @contextlib.contextmanager
 def assemble(
@@ -125,38 +132,39 @@ def assemble(
     """
     settings, chosen = resolved(settings, device)
     section, rollout, key, sampling_mesh = settings.model, settings.rollout, Key(settings.seed), sampling_mesh or mesh
-    inputs = read_inputs(settings, mesh=mesh, kernels=kernels, device=device)
+    inputs = Inputs(settings=settings, mesh=mesh, own_kernels=kernels, own_device=device).need(*TRAIN)
     device, pad = batch_device_of(places.roles, inputs.device, settings.model_roles), inputs.prompts.pad_token_id
+    home = devices.home_of(device)
     plain, _ = resolved(TrainSettings(model=ModelSettings(cpp=section.cpp)), inputs.device)
     said = files.differing(settings, plain), chosen, said_of_old_log_probs(settings), idle_lines(settings)
     chats = {"thinking": rollout.turns.thinking, "rows": settings.data if settings.in_turns else None}
-    announce(input_lines(inputs, section, settings.placement, *said, **chats) + clock_lines(said_of_clock(settings)))
+    announce(input_lines(inputs, *said, **chats) + clock_lines(said_of_clock(settings)))
     roles = make_roles(settings, inputs.kernels, LocalGroup(Here(mesh, device)), places.roles)
     model, critic_model = _models(section, settings.critic, roles)
     shown = sharing_lines(section, rollout.n, sharing_hindrances(settings), model, inputs.kernels)
     shown += optimizer_lines("actor", settings.actor.optimizer, model)
     shown += optimizer_lines("critic", settings.critic.optimizer, critic_model)
     announce(model_lines(model, section.path, [*roles.others, *["teacher"] * settings.uses_teacher]) + shown)
-    run = _fresh(roles, section, key, settings.critic, settings.algorithm, inputs.drawing.begin)
+    run = _fresh(inputs, roles)
     options = engine_options(rollout, section, routed=settings.algorithm.routed, held_out=settings.has_held_out)
     load = partial(policy_model, section, settings.critic, key)
     made = _engine(places.engines, settings.placement.engines, options, roles, load, model.extents, pad, sampling_mesh)
-    scores = scoring(settings, inputs.tokenizer, sampling_mesh, device, places.roles)
-    with _scored(scores, made, section, rollout, settings.data, inputs.tokenizer, pad, sampling_mesh) as scored:
-        passes, size = roles.passes(settings.critic, inputs.tokenizer), rollout.batch_size // settings.eval.n
-        truth = _truth(settings.eval, settings.algorithm.advantage, rollout.turns, inputs, scored.engine, passes)
+    scores = scoring(inputs, sampling_mesh, device, places.roles)
+    with _scored(inputs, scores, made, pad, sampling_mesh) as scored:
+        passes = roles.passes(settings.critic, inputs.tokenizer)
+        truth = _truth(inputs, scored.engine, passes)
         yield Assembly(
             run=run,
-            program=program_of(settings, roles, inputs, passes, scored, model, mesh, device),
-            draw=_draw(inputs, key.fold("data"), rollout, settings.data),
-            evaluate=inputs.eval and _evaluation(inputs.eval, scored, size, truth),
+            program=program_of(inputs, roles, passes, scored, model, home),
+            draw=_draw(inputs),
+            evaluate=None if inputs.held_out is None else _evaluation(inputs, inputs.held_out, scored, truth),
             inputs=inputs,
             model=model,
             critic_model=critic_model,
             mesh=mesh,
             device=device,
             shapes=_shapes(run, roles),
-            drawn=_drawn(inputs, saved=rollout.from_ is not None, may_change=settings.data.may_change),
+            drawn=_drawn(inputs),
             placed=Placed.of(roles, inputs.device),
             calls=places.calls,
         )
@@ -164,38 +172,29 @@ def assemble(
 
 @contextlib.contextmanager
 def _scored(
+    inputs: Inputs,
     scores: contextlib.AbstractContextManager[Scoring],
     made: contextlib.AbstractContextManager[Engine],
-    model: ModelSettings,
-    rollout: RolloutSettings,
-    rows: DataSettings,
-    tokenizer: PreTrainedTokenizerBase,
     pad: int,
     mesh: Mesh,
 ) -> Iterator[ScoredEngine]:
     """Open the scoring and the engine for as long as the context lasts, in turns where the settings want them."""
-    with scores as entered, made as alone, answering(model, rollout, rows, alone, tokenizer, pad, mesh) as engine:
+    with scores as entered, made as alone, answering(inputs, alone, pad, mesh) as engine:
         yield ScoredEngine(engine, alone, entered)
 
 
-def _fresh(
-    roles: Roles,
-    section: ModelSettings,
-    key: Key,
-    critic: CriticSettings,
-    algorithm: AlgorithmSettings,
-    cursor: data.DataCursor,
-) -> RunState:
-    """The run before its first step, whose data begins at the cursor."""
+def _fresh(inputs: Inputs, roles: Roles) -> RunState:
+    """The run before its first step."""
+    s = inputs.settings
     return RunState(
         actor=roles.actor.state,
         critic=roles.critic and roles.critic.state,
         ref=roles.reference and roles.reference.params,
-        kl=KLState(coef=algorithm.kl.coef),
-        key=key,
-        cursor=cursor,
-        pretraining=Pretraining() if pretrain_of(critic, algorithm) else None,
-        bases=bases_of(roles.bases(section)),
+        kl=KLState(coef=s.algorithm.kl.coef),
+        key=Key(s.seed),
+        cursor=inputs.drawing.begin,
+        pretraining=Pretraining() if pretrain_of(s.critic, s.algorithm) else None,
+        bases=bases_of(roles.bases(s.model)),
     )
 
 
@@ -276,15 +275,17 @@ def assemble_evaluation(
         raise ValueError("data.eval_path is not set: there are no held-out prompts; give --data.eval-path FILE")
     settings, _ = resolved(settings, device)
     section, rollout, key = settings.model, settings.rollout, Key(settings.seed)
-    inputs = read_eval_inputs(settings, mesh=mesh, device=device)
-    tokenizer, device, pad = inputs.tokenizer, inputs.device, inputs.held_out.pad_token_id
+    inputs = Inputs(settings=settings, mesh=mesh, own_device=device, trains=False).need(*EVALUATE)
+    tokenizer, device, held_out = inputs.tokenizer, inputs.device, inputs.held_out
+    assert held_out is not None  # since the settings have some
+    pad = held_out.pad_token_id
     model = policy_model(section, settings.critic, key, mesh, device)
     options = engine_options(rollout, section, routed=settings.algorithm.routed, held_out=True)
-    tools, size = Tools(inputs.kernels, Lane(device)), rollout.batch_size // settings.eval.n
-    scores, alone = scoring(settings, tokenizer, mesh, device), engine_of(options, model, pad, mesh, tools)
-    with _scored(scores, alone, section, rollout, settings.data, tokenizer, pad, mesh) as scored:
+    tools = Tools(inputs.kernels, Lane(device))
+    scores, alone = scoring(inputs, mesh, device), engine_of(options, model, pad, mesh, tools)
+    with _scored(inputs, scores, alone, pad, mesh) as scored:
         place = torch.device("cpu") if options.on_host else device
-        evaluation = _evaluation(inputs, scored, size)
+        evaluation = _evaluation(inputs, held_out, scored)
         bases = bases_of({"actor": base_of_role(section, "actor", model)})
         yield Evaluator(evaluate=evaluation, tokenizer=tokenizer, model=model, device=place, bases=bases)
 
@@ -300,49 +301,40 @@ def _shapes(run: RunState, roles: Roles) -> dict[str, torch.Size | Extent]:
     return shapes
 
 
-def _draw(inputs: Inputs, key: Key, rollout: RolloutSettings, rows: DataSettings) -> Draw:
-    how = {
-        "size": rollout.batch_size // rollout.n,
-        "shuffle": rows.shuffle,
-        **only(inputs.drawing, "order", "curriculum"),
-    }
-    return partial(data.next_batch, inputs.prompts, key=key, **how)
+def _draw(inputs: Inputs) -> Draw:
+    """The function that draws the prompts of a step."""
+    rollout, key = inputs.settings.rollout, Key(inputs.settings.seed).fold("data")
+    how = {"size": rollout.batch_size // rollout.n, "shuffle": inputs.settings.data.shuffle}
+    return partial(data.next_batch, inputs.prompts, key=key, **how, **only(inputs.drawing, "order", "curriculum"))
 
 
-def _drawn(inputs: Inputs, *, saved: bool, may_change: bool) -> PromptRecord:
+def _drawn(inputs: Inputs) -> PromptRecord:
     """The prompts that the run draws from: those to train on, unless its rollouts are saved ones, and held-out ones."""
-    held_out = None if inputs.eval is None else inputs.eval.held_out
-    sets = {} if saved else {"prompts": inputs.prompts}
-    sets |= {} if held_out is None else {"held-out prompts": held_out}
-    return PromptRecord(sets, may_change=may_change)
+    sets = {} if inputs.settings.rollout.from_ is not None else {"prompts": inputs.prompts}
+    sets |= {} if inputs.held_out is None else {"held-out prompts": inputs.held_out}
+    return PromptRecord(sets, may_change=inputs.settings.data.may_change)
 
 
 def _evaluation(
-    inputs: EvalInputs, scored: ScoredEngine, size: int, truth: Callable[..., Any] | None = None
+    inputs: Inputs, held_out: data.PromptSet, scored: ScoredEngine, truth: Callable[..., Any] | None = None
 ) -> EvaluateRun:
-    """The evaluation of the policy on `size` held-out prompts at a time, and of its critic by comparison with exact
-    values (`truth`), if given."""
-    batches = partial(data.batches, inputs.held_out, max(size, 1))
-    score = scored.scoring.at(inputs.sampling.temperature)
-    how = {"sampling": inputs.sampling, "score": score, "measure": (environment_metrics,)}
+    """The evaluation of the policy on held-out prompts and, if `truth` is given, of its critic by comparison with exact
+    values."""
+    size, sampling = inputs.settings.rollout.batch_size // inputs.settings.eval.n, inputs.eval_sampling
+    batches = partial(data.batches, held_out, max(size, 1))
+    how = {"sampling": sampling, "score": scored.scoring.at(sampling.temperature), "measure": (environment_metrics,)}
     return EvaluateHeldOut(batches=batches, engine=scored.engine, truth=truth, **how)
 
 
-def _truth(
-    how: EvalSettings,
-    advantage: AdvantageSettings,
-    turns: TurnsSettings,
-    inputs: Inputs,
-    engine: Engine,
-    passes: Passes,
-) -> Callable[..., Any] | None:
+def _truth(inputs: Inputs, engine: Engine, passes: Passes) -> Callable[..., Any] | None:
     """The comparison of the critic with exact values on held-out prompts; None where the settings want none."""
-    if not how.exact_values:
+    if not inputs.settings.eval.exact_values:
         return None
-    sampling, of_turns = attrs.evolve(inputs.sampling, n=1), advantage.name == "turn_gae"
+    advantage, sampling = inputs.settings.algorithm.advantage, attrs.evolve(inputs.sampling, n=1)
+    of_turns = advantage.name == "turn_gae"
     gamma = 1.0 if of_turns else value_of(advantage, ESTIMATORS, "gamma", 1.0)  # within a turn
     if isinstance(engine, TurnsEngine):
-        exact = Played(game=game_of(turns), engine=engine, sampling=sampling, gamma=gamma)
+        exact = Played(game=game_of(inputs.settings.rollout.turns), engine=engine, sampling=sampling, gamma=gamma)
     else:
         answers = partial(right_answers, tokenizer=inputs.tokenizer, sampling=sampling)
         exact = partial(one_answer, answers=answers, gamma=gamma)

@@ -3,72 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import attrs
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from fppo import data, tree
-from fppo.assembly.adapters import base_of_role, bases_of, check_export, load_policy
+from fppo import data, devices, tree
+from fppo.assembly.adapters import base_of_role, bases_of, load_policy
 from fppo.assembly.announce import optimizer_lines, supervised_lines
-from fppo.assembly.functions import check_own_kernels, optimizer_of
-from fppo.assembly.inputs import Tried, read_data, watching_of
+from fppo.assembly.checks import IMITATE, check_sft_kernels
+from fppo.assembly.inputs import Inputs
 from fppo.assembly.learning import Learning, learning_of
 from fppo.assembly.machine import resolved
-from fppo.assembly.parts import Tools, bare_model, check_kernels, check_mesh, device_of, kernels_of
+from fppo.assembly.parts import Tools
 from fppo.assembly.roles import PassOptions, fetch_of
 from fppo.assembly.run import PromptRecord
-from fppo.assembly.texts import chat_options, config_of, config_place, load_tokenizer, policy_generation
 from fppo.data import DataCursor, DemonstrationSet
 from fppo.data.conversations import digest_of_demonstrations
-from fppo.data.examples import Answers
 from fppo.fields import only
 from fppo.fleet import Call, Here
 from fppo.key import Key
-from fppo.models.lengths import positions
 from fppo.models.model import Model
-from fppo.pipeline.checks import Usage
 from fppo.pipeline.passes import PolicyFn
 from fppo.pipeline.program import RunState
-from fppo.pipeline.supervised import EvaluateLoss, Imitation
+from fppo.pipeline.supervised import EvaluateLoss, Imitation, imitate_steps
+from fppo.pipeline.train import StepsOf
 from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import Lane
 from fppo.settings import files
+from fppo.settings.checks_sft import rate_problems
 from fppo.settings.learning import ActorSettings
 from fppo.settings.model import ModelSettings
-from fppo.settings.modules import kernels_named
-from fppo.settings.placement import AxesSettings
 from fppo.settings.sft import SftSettings
-from fppo.settings.train import DataSettings, EvalSettings, LogSettings, TrainSettings, sized_for_sft
+from fppo.settings.train import TrainSettings, sized_for_sft
 from fppo.steps.supervised import Demonstrations, UpdateSupervised, demonstrations
 from fppo.steps.train_state import whole_shapes
-from fppo.workers.imports import search
-from fppo_kernels.table import Kernels
 
 COMMAND = "fppo sft"
-
-
-@attrs.frozen(kw_only=True)
-class SupervisedInputs:
-    """The inputs of a supervised run, opened as the settings name them."""
-
-    device: torch.device
-    kernels: Kernels
-    tokenizer: PreTrainedTokenizerBase
-    generation: GenerationConfig
-    rows: DemonstrationSet
-    held_out: DemonstrationSet | None
-    loggers: Mapping[str, Callable[..., Any]]  # those of the user's, by name
-    observers: Mapping[str, Callable[..., Any]]
-
-    @property
-    def texts(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, which an export holds beside the model."""
-        return self.tokenizer
 
 
 @attrs.frozen(kw_only=True)
@@ -78,7 +52,7 @@ class SupervisedAssembly:
     run: RunState
     imitation: Imitation
     evaluate: EvaluateLoss | None
-    inputs: SupervisedInputs
+    inputs: Inputs
     model: Model
     mesh: Mesh
     device: torch.device
@@ -88,106 +62,10 @@ class SupervisedAssembly:
     placed: None = None
     calls: Callable[[], list[Call]] = list
 
-
-def read_supervised(
-    section: ModelSettings,
-    rows: DataSettings,
-    sft: SftSettings,
-    how: EvalSettings,
-    log: LogSettings,
-    *,
-    names: Mapping[str, str],
-    axes: AxesSettings,
-    mesh: Mesh,
-    device: torch.device | None,
-    tried: Tried,
-) -> SupervisedInputs:
-    """Open everything that a supervised run reads, weights apart, with kernels by the settings in `names`.
-
-    Raises SettingsError that names all problems, with those already in `tried`; a missing `device` is one of them.
-    """
-    kernels = tried(lambda: kernels_of(names))
-    tried(lambda: optimizer_of(sft.optimizer, 1, setting="sft.optimizer"))
-    watching = tried(lambda: watching_of(log))
-    tokenizer = tried(lambda: load_tokenizer(section, rows))
-    if tokenizer is None:
-        raise tried.error()
-    generation = tried(lambda: policy_generation(section, rows, tokenizer))
-    tried(lambda: check_export(section, tokenizer, generation or GenerationConfig()))
-    made = tried(lambda: load_demonstrations(rows, sft, tokenizer))
-    held_out = tried(lambda: _held_out(rows, sft, how.max_prompts, tokenizer))
-    config = tried(lambda: config_of(section, config_place(section.path, "model.path")))
-    if config is not None:
-        tried(lambda: data.check_vocabulary(tokenizer, {"actor": config}))
-        tried(lambda: check_mesh(config, "", mesh))
-        for each in (made, held_out):
-            tried(lambda each=each: _check_ids(each, data.vocabulary_size(config)))
-            tried(lambda each=each: _check_positions(each, positions(config), section.path))
-        tried(lambda: check_kernels(names, bare_model(section), axes))
-    if tried.problems:
-        raise tried.error()
-    assert device is not None and kernels is not None and watching is not None  # noqa: PT018
-    assert generation is not None and made is not None  # noqa: PT018
-    return SupervisedInputs(
-        device=device,
-        kernels=kernels,
-        tokenizer=tokenizer,
-        generation=generation,
-        rows=made,
-        held_out=held_out,
-        loggers=watching["loggers"],
-        observers=watching["observers"],
-    )
-
-
-def load_demonstrations(
-    section: DataSettings, sft: SftSettings, tokenizer: PreTrainedTokenizerBase
-) -> DemonstrationSet:
-    """The demonstrations to train on. Raises ValueError that names every faulty row."""
-    problems = data.Problems()
-    return data.encode_demonstrations(
-        read_data(section, problems),
-        tokenizer,
-        fields=attrs.evolve(section.fields, ground_truth=None),
-        answers=Answers(**only(sft, "response", "messages", "turns")),
-        max_tokens=sft.max_tokens,
-        **only(section, "over_long", "pad_token"),
-        chat=chat_options(section),
-        problems=problems,
-    )
-
-
-def _held_out(
-    section: DataSettings, sft: SftSettings, most: int | None, tokenizer: PreTrainedTokenizerBase
-) -> DemonstrationSet | None:
-    """The held-out demonstrations; None if the settings name none."""
-    if not section.has_held_out:
-        return None
-    own = {"path": section.eval_path, "split": section.eval_split, "rows": section.eval_rows}
-    found = load_demonstrations(attrs.evolve(section, **own), sft, tokenizer)
-    return attrs.evolve(found, rows=found.rows[:most], ids=found.ids[:most], sources=found.sources[:most])
-
-
-def _check_ids(found: DemonstrationSet | None, vocabulary: int) -> None:
-    """Raise ValueError for token ids that the model has no embedding for, naming the rows."""
-    problems = data.Problems()
-    for row, name in zip(found.rows, found.ids, strict=True) if found is not None else ():
-        largest = max(*row.prompt, *row.response)
-        if largest >= vocabulary:
-            problems.add(f"token id {largest} is outside the model's vocabulary of {vocabulary}", at=name)
-    problems.check("demonstrations")
-
-
-def _check_positions(found: DemonstrationSet | None, most: int | None, path: str) -> None:
-    """Raise ValueError for rows of more tokens than the model was made for, naming them."""
-    problems = data.Problems()
-    if found is None or most is None:
-        return
-    for row, name in zip(found.rows, found.ids, strict=True):
-        if (size := row.num_tokens) > most:
-            text = f"{size} tokens, and model.path = {path!r} has {most} positions (max_position_embeddings)"
-            problems.add(f"{text}; with sft.max_tokens = {most} and data.over_long such rows are left out", at=name)
-    problems.check("demonstrations")
+    @property
+    def steps(self) -> Callable[..., StepsOf]:
+        """The steps from a state."""
+        return partial(imitate_steps, imitation=self.imitation, mesh=self.mesh)
 
 
 def assemble_supervised(
@@ -201,23 +79,11 @@ def assemble_supervised(
     step. Invalid settings are raised before any work."""
     model, chosen = resolved(sized_for_sft(settings), device)
     settings = attrs.evolve(settings, model=model.model)
-    section, sft, key, tried = settings.model, settings.sft, Key(settings.seed), Tried()
-    search(settings.module_dirs)
-    inputs = read_supervised(
-        *(section, settings.data, sft, settings.eval, settings.log),
-        names=kernels_named(settings),
-        axes=settings.mesh,
-        mesh=mesh,
-        device=device or tried(lambda: device_of(settings.device, settings.placement)),
-        tried=tried,
-    )
-    device = inputs.device
-    if settings.check:
-        use = Usage(group=1, dtype=getattr(torch, section.compute_dtype), device=device, longest=sft.max_tokens)
-        use = attrs.evolve(use, models=lambda: [bare_model(section)])
-        check_own_kernels(kernels_named(settings), inputs.kernels, use)
-    settings = attrs.evolve(settings, steps=_steps(sft, settings.steps, len(inputs.rows)))
-    counts = {"demonstrations": inputs.rows, "held out": inputs.held_out}
+    section, sft, key = settings.model, settings.sft, Key(settings.seed)
+    inputs = Inputs(settings=settings, mesh=mesh, own_device=device).need(*IMITATE).need(check_sft_kernels)
+    device, rows, held_out = inputs.device, inputs.demonstrations, inputs.held_out_demonstrations
+    settings = attrs.evolve(settings, steps=_steps(sft, settings.steps, len(rows)))
+    counts = {"demonstrations": rows, "held out": held_out}
     announce(supervised_lines(device, section, counts, settings.steps, sft.batch_size, chosen))
     tools, learning = Tools(inputs.kernels, Lane(device)), _learning(sft, section, settings.steps)
     model, params = load_policy(section, settings.critic, key, mesh, device)
@@ -225,7 +91,7 @@ def assemble_supervised(
         announce(said)
     optimizer = learning.optimizer_on(tools, model)
     passes = _pass_options(section, learning)
-    here = Here(mesh, device)
+    here, home = Here(mesh, device), devices.home_of(device)
     forward = attrs.evolve(passes.forward(here, tools.kernels, model), share_prompts=False)
     update: Any = UpdateSupervised(forward=forward, loop=learning.loop, optimizer=optimizer)
     state = learning.state(params, optimizer)
@@ -234,34 +100,32 @@ def assemble_supervised(
     return settings, SupervisedAssembly(
         run=run,
         imitation=Imitation(
-            draw=partial(_next, inputs.rows, sft.batch_size, key.fold("data"), device, settings.data.shuffle),
+            draw=partial(_next, rows, sft.batch_size, key.fold("data"), home, settings.data.shuffle),
             update=learning.measured(update, forward, tools.lane),
             steps=settings.steps,
         ),
-        evaluate=_evaluation(inputs.held_out, sft.batch_size, device, policy),
+        evaluate=_evaluation(held_out, sft.batch_size, home, policy),
         inputs=inputs,
         model=model,
         mesh=mesh,
         device=device,
         shapes={f".actor{path}": extent for path, extent in whole_shapes(state, model.extents).items()},
-        drawn=_drawn(inputs, may_change=settings.data.may_change),
+        drawn=_drawn(rows, held_out, may_change=settings.data.may_change),
     )
 
 
-def _drawn(inputs: SupervisedInputs, *, may_change: bool) -> PromptRecord:
+def _drawn(rows: DemonstrationSet, held_out: DemonstrationSet | None, *, may_change: bool) -> PromptRecord:
     """The demonstrations that the run draws from."""
-    held_out = {} if inputs.held_out is None else {"held-out prompts": inputs.held_out}
-    sets = {"prompts": inputs.rows, **held_out}
+    sets = {"prompts": rows} if held_out is None else {"prompts": rows, "held-out prompts": held_out}
     return PromptRecord(sets, may_change=may_change, digests_of=digest_of_demonstrations, made_by=COMMAND)
 
 
 def _steps(sft: SftSettings, steps: int, rows: int) -> int:
     """The steps of a run: `steps`, or enough for the settings' epochs over `rows` rows. Raises SettingsError for a
-    warm-up that does not end before the run."""
+    learning rate whose course does not fit into them."""
     steps = steps if sft.epochs is None else math.ceil(rows * sft.epochs / sft.batch_size)
-    if sft.optimizer.warmup_steps >= steps:
-        text = f"must be less than the run's {steps} updates"
-        raise files.SettingsError([f"sft.optimizer.warmup_steps = {sft.optimizer.warmup_steps}: {text}"])
+    if wrong := [*map(str, rate_problems(sft.optimizer, "sft.optimizer", steps, f"the run's {steps} updates"))]:
+        raise files.SettingsError(wrong)
     return steps
 
 

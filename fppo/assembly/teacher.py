@@ -2,68 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
 from fppo import data
-from fppo.assembly.parts import kernels_of, load_teacher, offload_of, on_device
+from fppo.assembly.inputs import Inputs, made_on
+from fppo.assembly.parts import forward_micro_batching_of, load_teacher, offload_of, on_device
 from fppo.assembly.roles import fetch_of
 from fppo.assembly.texts import config_place, has_tokenizer, open_tokenizer
 from fppo.fields import only
-from fppo.fleet import HERE, AnyGroup, Here, LocalGroup, on
+from fppo.fleet import AnyGroup, Here, LocalGroup, on
 from fppo.pipeline.passes import PolicyPass
 from fppo.pipeline.teacher import TeacherFn, TeacherPass
 from fppo.runtime.offload import Lane, to_host
 from fppo.settings.model import ModelSettings
 from fppo.steps.critic import as_it_is
-from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.outputs import Forward
-from fppo.workers.imports import search
 
 
-def teacher_on(
-    group: AnyGroup,
-    here: Here,
-    section: ModelSettings,
-    *,
-    names: Mapping[str, str],
-    micro_batching: MicroBatching,
-    module_dirs: Sequence[str],
-    prompted: bool,
-) -> TeacherFn:
-    """The teacher on the ranks of a group, or `here` for the group of this process. `names` has each kernel's name by
-    setting. A `prompted` teacher reads prompts of its own instead of the policy's."""
-    make = partial(make_teacher, section=section, names=names, micro_batching=micro_batching, prompted=prompted)
-    if isinstance(group, LocalGroup):
-        return make(here)
-    return on(group, group.call(_make, HERE, module_dirs, make, stays=True, label="make teacher"), label="teacher")
+def teacher_on(group: AnyGroup, here: Here, inputs: Inputs) -> TeacherFn:
+    """The teacher on the ranks of a group, or `here` for the group of this process."""
+    made = made_on(group, here, make_teacher, inputs, label="make teacher")
+    return made if isinstance(group, LocalGroup) else on(group, made, label="teacher")
 
 
-def make_teacher(
-    here: Here, section: ModelSettings, *, names: Mapping[str, str], micro_batching: MicroBatching, prompted: bool
-) -> TeacherPass:
-    """Make the teacher on a rank, which shares a batch's rows with the other ranks of its mesh. `names` has each
-    kernel's name by setting. A `prompted` teacher reads prompts of its own."""
+def make_teacher(here: Here, inputs: Inputs) -> TeacherPass:
+    """Make the teacher on a rank, which shares a batch's rows with the other ranks of its mesh. It reads prompts of its
+    own where rows have them."""
+    settings, section = inputs.settings, inputs.settings.model
     model, params = load_teacher(section, here.mesh)
     params, offload = on_device(params, here.device), offload_of(section.offload, section.teacher_offload)
-    forward = Forward(model, kernels_of(names), here.mesh, **only(section, "remove_padding", "share_prompts"))
-    fetch = fetch_of(offload, Lane(here.device))
+    forward = Forward(model, inputs.kernels, here.mesh, **only(section, "remove_padding", "share_prompts"))
+    micro_batching, fetch = forward_micro_batching_of(section, settings.actor), fetch_of(offload, Lane(here.device))
     return TeacherPass(
         params=to_host(params) if offload == "all" else params,
         policy=PolicyPass(forward=forward, micro_batching=micro_batching, fetch=fetch),
-        view=data.with_teacher_prompt if prompted else as_it_is,
+        view=as_it_is if settings.data.teacher_prompt is None else data.with_teacher_prompt,
     )
-
-
-def _make(here: Here, module_dirs: Sequence[str], make: Callable[[Here], TeacherPass]) -> TeacherPass:
-    """Make the teacher on a rank of a group, which also imports from `module_dirs`."""
-    search(module_dirs)
-    transformers_logging.disable_progress_bar()  # the controller reports progress
-    return make(here)
 
 
 def check_teacher(section: ModelSettings, tokenizer: PreTrainedTokenizerBase, configs: Mapping[str, Any]) -> None:

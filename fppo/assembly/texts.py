@@ -12,7 +12,8 @@ from transformers import AutoProcessor, AutoTokenizer, GenerationConfig, PreTrai
 from fppo import data
 from fppo._errors import json_of, words_of
 from fppo.data import ChatOptions
-from fppo.fields import only
+from fppo.data.encode import check_open_end
+from fppo.fields import shared
 from fppo.models.load import find_directory, read_config
 from fppo.models.model import build
 from fppo.models.vision import Vision, takes_images
@@ -20,6 +21,7 @@ from fppo.rollout.engine import Sampling
 from fppo.runtime.gguf_files import gguf_of
 from fppo.settings.model import ModelSettings
 from fppo.settings.places import TOKENIZER_FILES
+from fppo.settings.reward import RewardModelSettings
 from fppo.settings.rollout import RolloutSettings
 from fppo.settings.train import DataSettings, EvalSettings
 
@@ -184,14 +186,6 @@ def _read_generation(directory: Path) -> GenerationConfig:
         raise ValueError(f"{directory / GENERATION} cannot be read: {words_of(error, 400)}") from error
 
 
-def policy_generation(model: ModelSettings, rows: DataSettings, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """The policy's generation config, which its export keeps. Raises ValueError if there is no such model."""
-    directory = config_place(model.path, "model.path")
-    config = config_of(model, directory)
-    chat = chat_options(rows) if rows.chat else None
-    return generation_config(directory, config, tokenizer, chat=chat)
-
-
 def config_of(section: ModelSettings, directory: Path) -> PreTrainedConfig:
     """The config of one of the settings' models, with their changes. Raises ValueError for changes that do not fit."""
     try:
@@ -220,11 +214,9 @@ def sampling_of(
 ) -> Sampling:
     """How responses are sampled in training. `like`: an earlier sampling with the same tokenizer, whose analysis of the
     tokens' texts is reused."""
-    return Sampling(
-        **only(rollout, "temperature", "top_k", "top_p", "n", "max_tokens"),
-        stop_token_ids=data.stop_tokens(tokenizer, rollout.stop, rollout.stop_token_ids, turn_ends=ends_of(generation)),
-        stop_texts=data.stop_texts(tokenizer, rollout.stop, like=None if like is None else like.stop_texts),
-    )
+    ids = data.stop_tokens(tokenizer, rollout.stop, rollout.stop_token_ids, turn_ends=ends_of(generation))
+    texts = data.stop_texts(tokenizer, rollout.stop, like=None if like is None else like.stop_texts)
+    return Sampling(**shared(rollout, Sampling) | {"stop_token_ids": ids, "stop_texts": texts})
 
 
 def eval_sampling_of(
@@ -236,7 +228,66 @@ def eval_sampling_of(
     like: Sampling | None = None,
 ) -> Sampling:
     """How held-out prompts are answered: as in training, except for the settings of section eval."""
-    own = only(section, "top_k", "top_p", "max_tokens", "stop")
-    own = {name: value for name, value in own.items() if value is not None}
-    asked = attrs.evolve(rollout, **own, n=section.n, temperature=section.temperature or 1.0)
+    own = {name: value for name, value in shared(section, RolloutSettings).items() if value is not None}
+    asked = attrs.evolve(rollout, **own | {"temperature": section.temperature or 1.0})
     return attrs.evolve(sampling_of(asked, tokenizer, generation, like=like), greedy=section.temperature == 0)
+
+
+def reward_tokenizer_of(
+    section: RewardModelSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    configs: Mapping[str, PreTrainedConfig],
+    *,
+    chat: bool,
+    trust_remote_code: bool,
+) -> PreTrainedTokenizerBase | None:
+    """The reward model's tokenizer, which encodes responses for it; None if it reads the policy's tokens as they are.
+    `configs` are those of the "policy" and the "reward model".
+
+    Raises ValueError if the reward model's vocabulary does not fit the tokenizer whose tokens it reads, or if the
+    settings of its chat template do not fit.
+    """
+    assert section.path is not None
+    path, own = section.tokenizer, None
+    if path is not None:
+        own = open_tokenizer(path, "reward.model.tokenizer", trust_remote_code)
+    elif has_tokenizer(directory := directory_of(section.path, "reward.model.path")):
+        path = section.path
+        own = open_tokenizer(str(directory), "reward.model.path", trust_remote_code)
+    if own is not None and (section.tokenizer is not None or _differs(own, tokenizer, chat=chat)):
+        data.check_vocabulary(own, {"reward model": configs["reward model"]}, any_text=True)
+        if chat and own.chat_template is None:
+            raise ValueError(
+                f"the reward model's tokenizer {path} has no chat template; give another (reward.model.tokenizer), "
+                "or texts without one (reward.model.chat = false)"
+            )
+        return own
+    if section.chat is not None:
+        raise ValueError(
+            f"reward.model.chat = {section.chat}: the reward model reads the policy's tokens as they are, since it has "
+            "no tokenizer that differs; leave it out, or name its tokenizer (reward.model.tokenizer)"
+        )
+    data.check_vocabulary(tokenizer, configs, tokenizers={} if own is None else {"reward model": own})
+    return None
+
+
+def _differs(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, *, chat: bool) -> bool:
+    """Whether a model with the tokenizer `own` would misread the policy's tokens: another vocabulary or, for a `chat`,
+    another chat template."""
+    if own.get_vocab() != policy.get_vocab():
+        return True
+    return chat and own.chat_template is not None and own.chat_template != policy.chat_template
+
+
+def judge_tokenizer_of(directory: Path, *, chat: bool, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The judge's tokenizer. Raises ValueError if there is none, or it does not fit the settings."""
+    tokenizer = open_tokenizer(str(directory), "reward.judge.path", trust_remote_code)
+    if not chat:
+        check_open_end("a question", tokenizer)
+    elif tokenizer.chat_template is None:
+        raise ValueError(
+            "reward.judge.chat: the judge's tokenizer has no chat template; use a chat model, or set it to false"
+        )
+    else:
+        data.check_chat_template(tokenizer)
+    return tokenizer

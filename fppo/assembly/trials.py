@@ -13,7 +13,7 @@ from torch import Tensor
 from fppo.advantages.columns import WEIGHTS, columns_of
 from fppo.assembly.environments import maker_of
 from fppo.assembly.functions import curriculum_of, optimizer_of, policy_loss, value_head_of
-from fppo.fields import Problem, said
+from fppo.fields import Problem, problem_of
 from fppo.losses import ValueHead
 from fppo.settings.component import Component, Functions, bound
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS
@@ -44,7 +44,7 @@ def value_problems(parts: Iterable[tuple[str, Any, Functions]], known: Sequence[
         except ValueError as error:
             keywords = ", ".join(f"{name}={value!r}" for name, value in part.keywords.items())
             problem = Problem(f"{path} = {part.name}({keywords})", attrs.NOTHING, str(error))
-            found.append(said(error) if str(error).startswith(f"{path}.") else problem)
+            found.append(problem_of(error) if str(error).startswith(f"{path}.") else problem)
     return found
 
 
@@ -52,7 +52,7 @@ def _floats(*shape: int) -> Tensor:
     return torch.zeros(shape, requires_grad=True)
 
 
-_BY_TOKEN = ("rewards", "values", "log_probs", "rollout_log_probs", "teacher_log_probs", WEIGHTS)
+_BY_TOKEN = ("rewards", "step_rewards", "values", "log_probs", "rollout_log_probs", "teacher_log_probs", WEIGHTS)
 _MASK = torch.ones(2, 2, dtype=torch.bool)  # two rows of two tokens, of one group
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 import torch
 
+from fppo import devices
 from fppo._errors import UsageError
 from fppo.assembly.parts import kernel_table, make_tools, with_own
 from fppo.assembly.run import assemble
@@ -25,7 +26,6 @@ from fppo.pipeline.program import RunState
 from fppo.pipeline.swap import StageDifference, Trace
 from fppo.pipeline.train import iterate
 from fppo.runs import session, starts
-from fppo.runtime.mesh import named_device
 from fppo.settings import files
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.modules import kernels_named
@@ -48,6 +48,9 @@ def ablate(settings: AblateSettings) -> int:
     if settings.replay is not None:
         assert settings.step is not None
         return _replay(Path(settings.replay), settings.step, settings, ops)
+    device = devices.named(settings.device, f"--device {settings.device!r}")
+    if "float64" in settings.dtype_names and devices.widest(device) != torch.float64:
+        raise ValueError(f"--dtypes float64: device {device} has no float64; leave it out")
     table = _with_own(settings, ops, tables.BUILTIN)
     with _progress() as say:
         ablation = run_all(
@@ -55,7 +58,7 @@ def ablate(settings: AblateSettings) -> int:
             shapes=_shapes(settings, ops),
             dtypes=settings.dtype_names,
             repeats=settings.repeats,
-            device=_device(settings.device),
+            device=device,
             law_seconds=settings.law_seconds,
             table={op: {name: table[op][name] for name in _chosen(settings, op, table)} for op in ops},
             progress=say,
@@ -71,12 +74,6 @@ def ablate(settings: AblateSettings) -> int:
     if ablation.interrupted:
         return 130
     return int(any(row.status in ("failed", "error") for row in ablation.rows))
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return named_device(name, f"--device {name!r}")
 
 
 def _shapes(settings: AblateSettings, ops: list[str]) -> list[dict[str, int]]:
@@ -103,8 +100,8 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 def _with_own(settings: AblateSettings, ops: list[str], table: Table) -> Table:
-    """Add the user's own implementations (--with) to the table of kernels. Raises ValueError for one without a clear
-    operation, and if the table then lacks a name in --implementations."""
+    """Add the user's own implementations (--with) to the table of kernels. Raises UsageError for one whose operation is
+    unclear or not among `ops`, those to ablate, and if the table then lacks a name in --implementations."""
     for own in settings.with_:
         op, _, place = own.rpartition("=")
         if not op and len(ops) > 1:

@@ -24,11 +24,11 @@ from fppo.assembly.supervised import assemble_supervised
 from fppo.commands import push
 from fppo.commands.needs import said_of_time
 from fppo.commands.options import ServeOptions
-from fppo.fleet import GroupDied
+from fppo.fleet import GroupDied, cluster
+from fppo.fleet.clusters import OpenCluster
 from fppo.pipeline import replay as replays
 from fppo.pipeline.program import RunState
-from fppo.pipeline.supervised import imitate_steps
-from fppo.pipeline.train import StepsOf, iterate
+from fppo.pipeline.train import StepsOf
 from fppo.quickstart import word_problems
 from fppo.report import write as report
 from fppo.report.card import Exported, Form, add_card
@@ -54,6 +54,7 @@ class CommandRank:
     device: torch.device | None = None
     watch: Watch | None = None  # counts the mesh's traffic
     sampling: Mesh | None = None  # the same ranks in process groups of their own, for sampling during training
+    open_cluster: OpenCluster = cluster  # by the name in placement.cluster
 
 
 ALONE = CommandRank()
@@ -61,35 +62,35 @@ ALONE = CommandRank()
 
 def train(settings: TrainSettings, here: CommandRank = ALONE) -> int:
     """Train, export the policy and write the report; returns 130 if stopped before the last step, else 0."""
+    _check_directory(settings, here)
+    directory, restarts = Path(settings.output_dir), Restarts(settings.placement.restarts)
+    while True:
+        try:
+            _on_threads_of_run(settings, here)
+            with _assemble(settings, here, announce=_say(here)) as assembly:
+                at_end = partial(_finish, assembly, directory, here)
+                run = session.run_training(settings, assembly, here.watch, at_end=at_end)
+                if is_first(here.mesh) and run.step == settings.steps:
+                    records = jsonl.read(directory / METRICS, on_damage=lambda _: None)
+                    text = said_of_time(settings, assembly.inputs, records, ranks_on(here.mesh, AXES))
+                    if text is not None:
+                        print(text)
+            return 130 if run.step < settings.steps else 0
+        except GroupDied as died:
+            restarts.use(died)
+            settings = attrs.evolve(settings, resume="auto")  # from now on checkpoints in output_dir are its own
+            steps = checkpoint.steps(directory / session.CHECKPOINTS)
+            since = f"the checkpoint of step {steps[-1]}" if steps else "the start"
+            again = f"starting the pools again ({restarts}), from {since}"
+            print(f"fppo: {printable(str(died))}; {again}", file=sys.stderr, flush=True)
+
+
+def _check_directory(settings: TrainSettings, here: CommandRank) -> None:
+    """Raise ValueError if output_dir is no place for the files of a run, or if another process is writing there."""
     session.check_output(settings)
     session.check_target(settings, Path(settings.output_dir) / session.MODEL)
     if is_first(here.mesh):
         session.check_alone(settings)
-    restarts = Restarts(settings.placement.restarts)
-
-    def attempt() -> int:
-        # after a restart checkpoints in output_dir are this run's own
-        return _trained(attrs.evolve(settings, resume="auto") if restarts.used else settings, here)
-
-    def restart(died: GroupDied) -> None:
-        steps = checkpoint.steps(Path(settings.output_dir) / session.CHECKPOINTS)
-        since = f"the checkpoint of step {steps[-1]}" if steps else "the start"
-        again = f"starting the pools again ({restarts}), from {since}"
-        print(f"fppo: {printable(str(died))}; {again}", file=sys.stderr, flush=True)
-
-    return restarts.run(attempt, GroupDied, restart)
-
-
-def _trained(settings: TrainSettings, here: CommandRank) -> int:
-    _on_threads_of_run(settings, here)
-    with _assemble(settings, here, announce=_say(here)) as assembly:
-        at_end = partial(_finish, assembly, Path(settings.output_dir), here)
-        run = session.run_training(settings, assembly, here.watch, at_end=at_end)
-        if is_first(here.mesh) and run.step == settings.steps:
-            records = jsonl.read(Path(settings.output_dir) / METRICS, on_damage=lambda _: None)
-            if (text := said_of_time(settings, assembly.inputs, records, ranks_on(here.mesh, AXES))) is not None:
-                print(text)
-    return 130 if run.step < settings.steps else 0
 
 
 def _finish(assembly: session.AnyAssembly, directory: Path, here: CommandRank, run: RunState) -> None:
@@ -115,10 +116,7 @@ def _on_threads_of_run(settings: TrainSettings, here: CommandRank) -> None:
 def sft(settings: TrainSettings, here: CommandRank = ALONE) -> int:
     """Imitate demonstrations, export the policy and write the report; returns 130 if stopped before the last step, else
     0."""
-    session.check_output(settings)
-    session.check_target(settings, Path(settings.output_dir) / session.MODEL)
-    if is_first(here.mesh):
-        session.check_alone(settings)
+    _check_directory(settings, here)
     transformers_logging.disable_progress_bar()
     _on_threads_of_run(settings, here)
     settings, assembly = assemble_supervised(settings, mesh=here.mesh, device=here.device, announce=_say(here))
@@ -192,8 +190,8 @@ def _make_quickstart(directory: Path, own: Sequence[str]) -> None:
 def evaluate(settings: TrainSettings, here: CommandRank = ALONE) -> int:
     """Evaluate a checkpoint of the run in output_dir, the newest or that of `resume`, on held-out prompts.
 
-    Prints a table; all metrics and responses are written to files in output_dir, named on standard error. Raises
-    ValueError without a checkpoint.
+    Prints a table; all metrics and responses are written to files in output_dir, named on standard error. Returns the
+    exit status, 0. Raises ValueError without a checkpoint.
     """
     session.check_output(settings)
     checkpoints = Path(settings.output_dir) / session.CHECKPOINTS
@@ -371,7 +369,7 @@ def match_ground(directory: Path, step: int, *, threads: bool = True) -> list[st
 
 
 def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
-    """Serve a policy until ctrl-C. Raises UsageError where the server's packages are missing."""
+    """Serve a policy until ctrl-C; returns its exit status. Raises UsageError if the packages for it are missing."""
     if lacking := lacking_of_server():
         raise UsageError(lacking)
     if options.tinker:
@@ -393,11 +391,10 @@ def _steps_again(
     over the steps from a state; each step reuses the memory of the state before it."""
     if made_by == SFT:
         _, supervised = assemble_supervised(settings, mesh=here.mesh, device=here.device)
-        yield supervised, partial(imitate_steps, imitation=supervised.imitation, mesh=here.mesh, donate=True)
+        yield supervised, partial(supervised.steps, donate=True)
         return
     with _assemble(files.replace(settings, {"rollout.save": False}), here) as assembly:
-        how = {"program": assembly.program, "draw": assembly.draw, "ahead": settings.rollout.ahead}
-        yield assembly, partial(iterate, **how, donate=True)
+        yield assembly, partial(assembly.steps, donate=True)
 
 
 def diff(first: Path, second: Path) -> int:
@@ -415,8 +412,15 @@ def _assemble(
     transformers_logging.disable_progress_bar()
     if is_first(here.mesh) and (lines := origins.untested_here()):
         print("; ".join(lines), file=sys.stderr)
+    placed = settings.placement, settings.mesh, settings.device
     with (
-        groups_of(settings.placement, settings.mesh, settings.device, settings.model_roles) as places,
+        groups_of(
+            *placed,
+            settings.model_roles,
+            modules=settings.model.import_,
+            module_dirs=settings.module_dirs,
+            open_cluster=here.open_cluster,
+        ) as places,
         assemble(
             settings,
             mesh=here.mesh,

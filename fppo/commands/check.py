@@ -19,24 +19,22 @@ from transformers.utils import logging as transformers_logging
 
 from fppo._errors import printable
 from fppo.assembly.announce import input_lines
+from fppo.assembly.checks import TRAIN
 from fppo.assembly.idle import idle_lines
-from fppo.assembly.inputs import Inputs, read_inputs
+from fppo.assembly.inputs import Inputs
 from fppo.assembly.machine import resolved
-from fppo.assembly.rewards import reward_of
 from fppo.commands import output
 from fppo.commands.needs import NO_FIT, duration, planned_needs
-from fppo.commands.plan import gpu_of
+from fppo.commands.plan import planned_on
 from fppo.data import PromptSet
 from fppo.data.tokenizers import encode_after
 from fppo.fields import Problem
 from fppo.rewards.runner import RewardRunner
-from fppo.runtime.mesh import LOCAL
 from fppo.settings import files
 from fppo.settings.check import CheckSettings
 from fppo.settings.places import free_bytes
 from fppo.settings.plan import PlanSettings
 from fppo.settings.resolve import said_of_old_log_probs
-from fppo.settings.reward import RewardSettings
 from fppo.settings.train import TrainSettings
 from fppo.studies.plan import text as plans
 from fppo.studies.plan.case import hardware_of
@@ -79,8 +77,9 @@ def check(
     settings: TrainSettings, known: Sequence[Problem], options: CheckSettings, *, where: str, ranks: int | None = None
 ) -> int:
     """Print all that can be known of a run before it starts, planned for `ranks` processes (None: as many as its mesh
-    has). Returns the exit status that `CheckSettings` describes. Raises SettingsError with every problem, those `known`
-    first, and ValueError for an unknown GPU."""
+    has). Messages name `where`, the file or run that the settings are from. Returns the exit status that
+    `CheckSettings` describes. Raises SettingsError with every problem, those `known` first, and ValueError for an
+    unknown GPU."""
     if options.gpu is not None:
         hardware_of(options.gpu)
     transformers_logging.disable_progress_bar()
@@ -89,16 +88,17 @@ def check(
     inputs = _opened(chosen, known, where)
     environment = settings.rollout.environment.used
     prompts = [] if environment else shown_prompts(inputs, options.prompts)
-    rewarded = rewarded_prompts(settings.reward, prompts, inputs, settings.rollout.max_tokens)
+    rewarded = rewarded_prompts(prompts, inputs)
     prompts = [attrs.evolve(x, rewards=y) for x, y in zip(prompts, rewarded.scores, strict=True)]
-    wanted = PlanSettings(gpu=options.gpu or gpu_of(inputs.device), gpus=ranks)
+    wanted = PlanSettings(gpu=options.gpu, gpus=ranks)
+    wanted = wanted if options.gpu else planned_on(wanted, inputs.device)
     needs, sections, fits = planned_needs(settings, wanted, chosen, inputs)
     free = free_bytes(Path(settings.output_dir))
     faults = _faults(needs, free, rewarded) + ([] if fits else [NO_FIT] if needs else sections[-1:])
     plain = files.differing(chosen, resolved(TrainSettings(), inputs.device)[0])
     said = notes, said_of_old_log_probs(chosen), idle_lines(chosen)
     lines = [
-        input_lines(inputs, chosen.model, chosen.placement, plain, *said),
+        input_lines(inputs, plain, *said),
         sections if needs is None else needs_lines(needs, settings, free),
         ["the environment gives the prompts: none is shown here"] if environment else _lengths(inputs.prompts),
         *(prompt_lines(prompt) for prompt in prompts),
@@ -119,19 +119,17 @@ def check(
 def _opened(settings: TrainSettings, known: Sequence[Problem], where: str) -> Inputs:
     """Open what the settings name, except weights. Raises SettingsError, about the file or run `where`, with the
     problems already `known` and those found here in other settings."""
-    found: list[str] = []
+    found, inputs = list[str](), Inputs(settings=settings)
     try:
-        inputs = read_inputs(settings, mesh=LOCAL)
+        inputs.need(*TRAIN)
     except files.SettingsError as error:
         before = {problem.path for problem in known}
         found = [text for text in error.problems if _place(text) not in before]
-        inputs = None
     except Exception:
         if not known:
-            raise
-        inputs = None  # invalid settings may raise anything
-    if known or inputs is None:
-        raise files.SettingsError([*map(str, known), *found], where=where)
+            raise  # invalid settings may raise anything
+    if known or found:
+        raise files.SettingsError([*map(str, known), *found], source=where)
     return inputs
 
 
@@ -167,15 +165,14 @@ def _shown(prompts: PromptSet, number: int, why: str, tokenizer: Any) -> ShownPr
     )
 
 
-def rewarded_prompts(
-    section: RewardSettings, prompts: Sequence[ShownPrompt], inputs: Inputs, max_tokens: int
-) -> Rewarded:
+def rewarded_prompts(prompts: Sequence[ShownPrompt], inputs: Inputs) -> Rewarded:
     """Call each reward function on two responses to each prompt: its ground truth, if it has one, and an empty
     response.
 
     Reward models and judges are not loaded, and functions of a whole rollout are not called. Raises SettingsError for a
     function that returns no score.
     """
+    section = inputs.settings.reward
     models = {"reward.model": section.model.path, "reward.judge": section.judge.path}
     uncalled = [name for name, path in models.items() if path is not None]
     if not section.functions or not prompts:
@@ -183,7 +180,7 @@ def rewarded_prompts(
     calls = [(i, words) for i, x in enumerate(prompts) for words in (TRUTH, EMPTY)[x.ground_truth is None :]]
     samples = [_sample(prompts[i], words, inputs) for i, words in calls]
     limits = {"time_limit": section.time_limit, "batch_limit": section.batch_time_limit}
-    runner_of = partial(RewardRunner, reward_of(section, {}, max_tokens=max_tokens), workers=1, **limits)
+    runner_of = partial(RewardRunner, inputs.rewards, workers=1, **limits)
     with _quiet(logging.getLogger("fppo.rewards")), runner_of() as runner:  # failures are reported below
         start = time.perf_counter()
         try:
@@ -249,7 +246,7 @@ def _faults(needs: RunNeeds | None, free: float, rewarded: Rewarded) -> list[str
 def needs_lines(needs: RunNeeds, settings: TrainSettings, free: float) -> list[str]:
     """Lines on the memory, time and disk that a run needs; `free` is the free space on the disk in bytes."""
     share = needs.memory / needs.available
-    fits = "fits" if needs.fits else "does not fit"
+    fits = "fits" if needs.fits else "does not fit (docs/guides/memory.md)"
     return [
         f"memory    {_gib(needs.memory)} of {_gib(needs.available)} a rank ({share:.0%}): it {fits}; "
         f"{needs.ranks:,} x {needs.gpu}; a process of the host {_gib(needs.host)}",

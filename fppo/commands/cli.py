@@ -9,29 +9,16 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
-import tyro
 
 from fppo._errors import UsageError, did_you_mean
-from fppo.commands import completion
+from fppo.commands import completion, options
 from fppo.commands import help as helps
-from fppo.commands.arguments import LaunchOptions, file_and_overrides
-from fppo.commands.arguments import processes as processes_of
+from fppo.commands.arguments import LAUNCH, Arguments, Asked, Command, LaunchOptions
 from fppo.commands.ends import TRACEBACK, status_of, status_of_exit
-from fppo.commands.options import (
-    AuditOptions,
-    DiffOptions,
-    Export,
-    Quickstart,
-    Replay,
-    Report,
-    ServeOptions,
-    TraceOptions,
-    ViewOptions,
-)
-from fppo.fields import Problem, flag_problems
+from fppo.fields import Problem
 from fppo.runtime.parent import end_with_launcher
 from fppo.settings import ablate as settings_ablate
 from fppo.settings import bias as settings_bias
@@ -48,7 +35,6 @@ from fppo.settings.plan import PlanSettings
 from fppo.settings.sft import is_read
 from fppo.settings.train import TrainSettings
 
-T = TypeVar("T")
 EVAL_READS = ("data.eval_path", "data.eval_rows", "data.eval_split", "reward.functions", "rollout.batch_size")
 PROCESSES = "[--nproc N [--max-restarts M]]"
 LEAST = """[model]
@@ -80,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fppo: unknown command {name!r}; {did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        status = _print_usage(bool(name)) if needs_usage else COMMANDS[name](rest) or 0
+        done = _print_usage(bool(name)) if needs_usage else _read(name, rest)()
+        status = (done() if callable(done) else done) or 0
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -100,288 +87,218 @@ def _print_usage(wanted: bool) -> int:
 
 def usage() -> str:
     """The list of commands with one line on each."""
-    lines = "\n".join(
-        helps.listed((name, (command.__doc__ or "").splitlines()[0]) for name, command in COMMANDS.items())
-    )
+    lines = "\n".join(helps.listed((name, command.text) for name, command in COMMANDS.items()))
     return f"usage: fppo COMMAND ...\n\n{lines}\n\nfppo COMMAND --help shows a command's arguments."
 
 
-def _options(cls: type[T], words: Sequence[str], command: str) -> T:
-    """The options of a command. Raises SettingsError for values that are out of their bounds."""
-    options = tyro.cli(cls, args=words, prog=f"fppo {command}")
-    if wrong := flag_problems(options):
-        raise files.SettingsError(wrong)
-    return options
+def _read(name: str, rest: Sequence[str]) -> Callable[[], Asked]:
+    """Read the arguments of a command, and return what is left to do: its work, its help, or to show an example."""
+    command = COMMANDS[name]
+    if (sections := helps.help_sections(rest)) is not None:
+        return partial(_help, name, command, sections)
+    arguments = command.read(name, rest)
+    return partial(_no_file, name) if arguments is None else partial(command.act, arguments)
 
 
-def _quickstart(rest: Sequence[str]) -> int | None:
+def _help(name: str, command: Command, sections: Sequence[str]) -> None:
+    """Print the arguments of a command; of one that has no options but settings, the sections or the given ones."""
+    usage = f"fppo {name} {command.usage}"
+    if command.options is not None or not command.settings:
+        helps.show(usage, command.options, command.more)
+    elif sections:
+        print(helps.section_help(usage, sections))
+    elif name == "sft":
+        print(helps.section_help(usage, ["sft"], "Imitate demonstrations, before reinforcement learning."))
+        print("\nOther sections that it reads: model, data, eval, mesh, checkpoint, digest, log; and", end=" ")
+        print("output_dir, seed, steps,\nmodule_dirs, resume, device. fppo sft --help SECTION shows one.")
+    elif name == "eval":
+        print(helps.section_help(usage, ["eval"], "Evaluate a run's last checkpoint on held-out prompts."))
+        print("\nfrom other sections, above all:\n")
+        print("\n".join(helps.chosen_help(EVAL_READS)))
+        print("\nEvery setting of fppo train may be given; defaults are the settings of the run in RUN.")
+    else:
+        print(helps.overview(usage, command.text.partition(":")[0] + "."))
+
+
+def _quickstart(given: Arguments) -> int:
     """Train a small model on an addition task, from nothing to a report, in two minutes [--model smol] [--nproc 2]"""
-    if helps.wanted(rest):
-        return helps.show(f"fppo quickstart {PROCESSES} [--OPTION VALUE ...]", Quickstart)
-    processes, rest = processes_of(rest)
-    options = _options(Quickstart, rest, "quickstart")
     from fppo.commands import actions, distributed  # here, as below: --help answers before torch is loaded
 
     def run(settings: TrainSettings) -> int:
-        settings = attrs.evolve(settings, rollout=attrs.evolve(settings.rollout, exact=options.exact))
+        settings = attrs.evolve(settings, rollout=attrs.evolve(settings.rollout, exact=given.options.exact))
         file = Path(settings.output_dir) / "quickstart.toml"  # for other processes; the run itself writes settings.toml
         files.save(settings, file)
-        return distributed.run(actions.train, settings, ["train", str(file)], *processes)
+        return distributed.placed(actions.train, settings, ["train", str(file)], *given.processes)()
 
-    directory = Path(options.output_dir or {"tiny": "runs/quickstart", "smol": "runs/smol"}[options.model])
-    begin = actions.quickstart if options.model == "tiny" else actions.smol_quickstart
-    return begin(directory, options.seed, run)
+    model = given.options.model
+    directory = Path(given.options.output_dir or {"tiny": "runs/quickstart", "smol": "runs/smol"}[model])
+    begin = actions.quickstart if model == "tiny" else actions.smol_quickstart
+    return begin(directory, given.options.seed, run)
 
 
-def _train(rest: Sequence[str]) -> int | None:
+def _train(given: Arguments) -> Callable[[], int]:
     """Train your own model: fppo train FILE.toml [--nproc 2] [--actor.optimizer.lr 1e-6 ...]"""
-    usage = f"fppo train FILE.toml {PROCESSES} [--SECTION.SETTING VALUE ...]"
-    if (sections := helps.help_sections(rest)) is not None:
-        return _settings_help(usage, _train, sections)
-    processes, own = processes_of(rest)
-    if not own:
-        return _no_file("train")
-    look = partial(_look, processes, exports=True)
-    settings = files.load(*file_and_overrides(own, "train"), look=look)
+    settings = files.load(given.file, given.flags, look=partial(_look, given.processes, exports=True))
     from fppo.commands import actions, distributed
 
-    return distributed.run(actions.train, settings, ["train", *own], *processes)
+    return distributed.placed(actions.train, settings, ["train", *given.own], *given.processes)
 
 
-def _sft(rest: Sequence[str]) -> int | None:
+def _sft(given: Arguments) -> Callable[[], int]:
     """Imitate demonstrations, before reinforcement learning: fppo sft FILE.toml [--sft.optimizer.lr 1e-5 ...]"""
-    usage = f"fppo sft FILE.toml {PROCESSES} [--SECTION.SETTING VALUE ...]"
-    if (sections := helps.help_sections(rest)) is not None:
-        return _settings_help(usage, _sft, sections) if sections else _sft_help(usage)
-    processes, own = processes_of(rest)
-    if not own:
-        return _no_file("sft")
-    file, overrides = file_and_overrides(own, "sft")
-    settings, found = files.examined(file, overrides, look=partial(_look_sft, processes))
+    settings, found = files.examined(given.file, given.flags, look=partial(_look_sft, given.processes))
     if wrong := [*filter(is_read, found), *sft_problems(settings)]:
-        raise files.SettingsError(wrong, where=file or "the settings")
+        raise files.SettingsError(wrong, source=given.file or "the settings")
     from fppo.commands import actions, distributed
 
-    return distributed.run(actions.sft, settings, ["sft", *own], *processes, trains=False)
+    return distributed.placed(actions.sft, settings, ["sft", *given.own], *given.processes, trains=False)
 
 
-def _check(rest: Sequence[str]) -> int | None:
+def _check(given: Arguments) -> int:
     """Look a run over without starting it: problems, memory and time, prompts, rewards: fppo check FILE.toml"""
-    prog = "fppo check FILE.toml [--nproc N] [--SECTION.SETTING VALUE ...]"
-    if helps.wanted(rest):
-        return helps.show(prog, CheckSettings, "Every setting of fppo train may be given, too: fppo train --help.")
-    processes, own = processes_of(rest)
-    if not own:
-        return _no_file("check")
-    file, own = file_and_overrides(own, "check")
-    options, own = tyro.cli(CheckSettings, args=own, prog=prog, return_unknown_args=True)
-    if wrong := flag_problems(options):
-        raise files.SettingsError(wrong)
-    settings, known = files.examined(file, own, look=partial(_look, processes, exports=True))
+    settings, known = files.examined(given.file, given.flags, look=partial(_look, given.processes, exports=True))
     from fppo.commands import check
 
-    return check.check(settings, known, options, where=file or "the settings", ranks=processes.nproc)
+    where, ranks = given.file or "the settings", given.processes.nproc
+    return check.check(settings, known, given.options, where=where, ranks=ranks)
 
 
-def _rollout(rest: Sequence[str]) -> int | None:
+def _rollout(given: Arguments) -> Callable[[], int]:
     """Sample, score and save responses without training: fppo rollout FILE.toml [--nproc 2] [--steps 10 ...]"""
-    usage = f"fppo rollout FILE.toml {PROCESSES} [--SECTION.SETTING VALUE ...]"
-    if (sections := helps.help_sections(rest)) is not None:
-        return _settings_help(usage, _rollout, sections)
-    processes, own = processes_of(rest)
-    if not own:
-        return _no_file("rollout")
-    settings = files.load(*file_and_overrides(own, "rollout"), look=partial(_look, processes))
+    settings = files.load(given.file, given.flags, look=partial(_look, given.processes))
     from fppo.commands import actions, distributed
 
-    return distributed.run(actions.rollout, settings, ["rollout", *own], *processes, trains=False)
+    return distributed.placed(actions.rollout, settings, ["rollout", *given.own], *given.processes, trains=False)
 
 
-def _eval(rest: Sequence[str]) -> int | None:
+def _eval(given: Arguments) -> Callable[[], int]:
     """Evaluate a run's last checkpoint on held-out prompts: fppo eval RUN [--eval.n 8 ...]"""
-    usage = f"fppo eval RUN {PROCESSES} [--eval.n N ...]"
-    if (sections := helps.help_sections(rest)) is not None:
-        return _settings_help(usage, _eval, sections) if sections else _eval_help(usage)
-    processes, own = processes_of(rest)
-    run, overrides = file_and_overrides(own, "eval")
+    run, processes = given.file, given.processes
     if run is None:
         raise UsageError("give the output_dir of a run: fppo eval RUN")
     file = Path(run) / files.SETTINGS
     if not file.exists():
         raise UsageError(f"{file}: no such file; give the output_dir of a run")
-    settings = files.load(file, overrides, run=run)
+    settings = files.load(file, given.flags, run=run)
     if settings.output_dir != run:
         raise UsageError(f"--output-dir {settings.output_dir}: fppo eval reads the run {run}; leave the flag out")
-    if processes.nproc is None and not any(argument.startswith("--mesh.") for argument in own):
+    if processes.nproc is None and not any(argument.startswith("--mesh.") for argument in given.own):
         settings = attrs.evolve(settings, mesh=MeshSettings())  # any mesh reads checkpoints of any other
     from fppo.commands import actions, distributed
 
-    return distributed.run(actions.evaluate, settings, ["eval", *own], *processes, trains=False)
+    return distributed.placed(actions.evaluate, settings, ["eval", *given.own], *processes, trains=False)
 
 
-def _replay(rest: Sequence[str]) -> int | None:
+def _replay(given: Arguments) -> Callable[[], int]:
     """Recompute a step of a run and name the first number that differs: fppo replay RUN --step N [--nproc 2]"""
-    if helps.wanted(rest):
-        return helps.show("fppo replay RUN --step N [--nproc N] [--device DEVICE]", Replay)
-    processes, rest = processes_of(rest)
-    if processes.max_restarts:
+    if given.processes.max_restarts:
         raise UsageError("--max-restarts: a replay is not restarted; leave it out")
-    options = _options(Replay, rest, "replay")
     from fppo.commands import actions, distributed
 
+    run, step, device = Path(given.options.run), given.options.step, given.options.device
+
     def command(settings: TrainSettings, here: actions.CommandRank) -> int:
-        if options.device is not None and here.device is None:
+        if device is not None and here.device is None:
             here = attrs.evolve(here, device=distributed.device_of(settings.device, settings.placement))
-        return actions.replay(Path(options.run), options.step, here)
+        return actions.replay(run, step, here)
 
-    settings = actions.settings_of(Path(options.run), options.step)
-    settings = attrs.evolve(settings, device=options.device or settings.device)
-    return distributed.run(command, settings, ["replay", *rest], processes.nproc)
+    settings = actions.settings_of(run, step)
+    settings = attrs.evolve(settings, device=device or settings.device)
+    return distributed.placed(command, settings, ["replay", *given.own], given.processes.nproc)
 
 
-def _export(rest: Sequence[str]) -> int | None:
+def _export(given: Arguments) -> int:
     """Write the policy of a run as a Hugging Face directory: fppo export RUN TARGET [--push me/my-model]"""
-    if helps.wanted(rest):
-        return helps.show("fppo export RUN TARGET [--OPTION VALUE ...]", Export)
-    options = _options(Export, rest, "export")
-    run, target = Path(options.run), Path(options.target)
+    asked = given.options
+    run, target = Path(asked.run), Path(asked.target)
     if (target / "settings.toml").exists() and not (run / "settings.toml").exists():
         raise UsageError(f"{run} is not a run, but {target} is: give the run first: fppo export {target} {run}")
-    if options.public and options.push is None:
+    if asked.public and asked.push is None:
         raise UsageError("--public: nothing is uploaded; give --push NAME too")
     from fppo.commands import actions
 
-    role = "critic" if options.critic else "actor"
-    return actions.export(
-        run,
-        target,
-        options.step,
-        role,
-        options.device,
-        merge=options.merge,
-        push_to=options.push,
-        public=options.public,
-    )
+    role, how = "critic" if asked.critic else "actor", {"merge": asked.merge, "public": asked.public}
+    return actions.export(run, target, asked.step, role, asked.device, push_to=asked.push, **how)
 
 
-def _serve(rest: Sequence[str]) -> int | None:
+def _serve(given: Arguments) -> int:
     """Serve a run's policy, or a model, behind OpenAI's protocol, and record episodes: fppo serve RUN|MODEL"""
-    if helps.wanted(rest):
-        return helps.show("fppo serve RUN|MODEL [MODEL ...] [--OPTION VALUE ...]", ServeOptions)
-    options = _options(ServeOptions, rest, "serve")
     from fppo.commands import actions
 
-    return actions.serve(options, os.environ)
+    return actions.serve(given.options, os.environ)
 
 
-def _report(rest: Sequence[str]) -> int | None:
+def _report(given: Arguments) -> None:
     """Draw the curves of a run and write its report.html: fppo report RUN"""
-    if helps.wanted(rest):
-        return helps.show("fppo report RUN", Report)
-    options = _options(Report, rest, "report")
     from fppo.report import write as report
 
-    print(report.write_report(options.run))
+    print(report.write_report(given.options.run))
 
 
-def _view(rest: Sequence[str]) -> int | None:
+def _view(given: Arguments) -> int:
     """Look into runs in a browser, live while they train, or in one file: fppo view RUN [RUN ...] [--export FILE]"""
-    if helps.wanted(rest):
-        return helps.show("fppo view RUN [RUN ...] [--export FILE.html] [--OPTION VALUE ...]", ViewOptions)
-    options = _options(ViewOptions, rest, "view")
     from fppo.commands import view
 
-    return view.view(options)
+    return view.view(given.options)
 
 
-def _trace(rest: Sequence[str]) -> int | None:
+def _trace(given: Arguments) -> None:
     """Write a timeline of the last steps, for viewers of Chrome traces: fppo trace RUN"""
-    if helps.wanted(rest):
-        return helps.show("fppo trace RUN [--out FILE]", TraceOptions)
-    options = _options(TraceOptions, rest, "trace")
     from fppo.report import timeline
 
-    print(timeline.write(options.run, options.out))
+    print(timeline.write(given.options.run, given.options.out))
 
 
-def _diff(rest: Sequence[str]) -> int | None:
+def _diff(given: Arguments) -> int:
     """Print the first difference of two runs: fppo diff RUN RUN"""
-    if helps.wanted(rest):
-        return helps.show("fppo diff RUN RUN", DiffOptions)
-    options = _options(DiffOptions, rest, "diff")
     from fppo.commands import actions
 
-    first, second = map(Path, options.runs)
-    return actions.diff(first, second)
+    return actions.diff(*map(Path, given.options.runs))
 
 
-def _ablate(rest: Sequence[str]) -> int | None:
+def _ablate(given: Arguments) -> int:
     """Compare the implementations of an operation: fppo ablate --op log_probs [--replay RUN --step N]"""
-    if helps.wanted(rest):
-        return helps.show("fppo ablate --op OPERATION [--OPTION VALUE ...]", AblateSettings)
-    options = tyro.cli(AblateSettings, args=rest, prog="fppo ablate")
-    if wrong := settings_ablate.problems(options):
-        raise files.SettingsError(wrong)
     from fppo.commands import ablate
 
-    return ablate.ablate(options)
+    return ablate.ablate(given.options)
 
 
-def _audit(rest: Sequence[str]) -> int | None:
+def _audit(given: Arguments) -> int:
     """Put another trainer's losses through the laws: fppo audit trl|verl|openrlhf|module:adapters [--dump FILE ...]"""
-    if helps.wanted(rest):
-        return helps.show("fppo audit trl|verl|openrlhf|module:adapters [--OPTION VALUE ...]", AuditOptions)
-    options = _options(AuditOptions, rest, "audit")
     from fppo.commands import audit
 
-    return audit.audit(options)
+    return audit.audit(given.options)
 
 
-def _compare(rest: Sequence[str]) -> int | None:
+def _compare(given: Arguments) -> int:
     """Train and compare variants over several seeds: fppo compare FILE.toml --vary critic.loss=mse,hl_gauss"""
-    prog = f"fppo compare FILE.toml --vary SECTION.SETTING=A,B {PROCESSES} [--SECTION.SETTING VALUE ...]"
-    if helps.wanted(rest):
-        return helps.show(prog, CompareSettings, "Every setting of fppo train may be given, too: fppo train --help.")
-    processes, own = processes_of(rest)
-    file, own = file_and_overrides(own, "compare")
-    options, own = tyro.cli(CompareSettings, args=own, prog=prog, return_unknown_args=True)
-    if wrong := flag_problems(options):
-        raise files.SettingsError(wrong)
-    settings = files.load(file, own, look=partial(_look, processes))
+    settings = files.load(given.file, given.flags, look=partial(_look, given.processes))
     from fppo.commands import actions, compare, distributed
 
     def train(settings: TrainSettings, file: Path) -> int:
-        return distributed.run(actions.train, settings, ["train", str(file)], *processes)
+        return distributed.placed(actions.train, settings, ["train", str(file)], *given.processes)()
 
-    return compare.compare(settings, options, train)
+    return compare.compare(settings, given.options, train)
 
 
-def _completion(rest: Sequence[str]) -> int | None:
+def _completion(given: Arguments) -> None:
     """Print a script that completes commands and settings in a shell: fppo completion bash|zsh|fish"""
-    if helps.wanted(rest):
-        return helps.show("fppo completion bash|zsh|fish", None, completion.ADVICE)
-    if len(rest) != 1:
+    if len(given.own) != 1:
         raise UsageError("give the name of a shell: fppo completion bash|zsh|fish")
-    print(completion.script(rest[0], list(COMMANDS)))
+    print(completion.script(given.own[0], COMMANDS))
 
 
-def _plan(rest: Sequence[str]) -> int | None:
+def _plan(given: Arguments) -> int:
     """Estimate a run's memory and time in advance: fppo plan FILE.toml --gpu h200, or --model.path qwen2.5-7b ..."""
-    if helps.wanted(rest):
-        more = "Every setting of fppo train may be given too: fppo train --help."
-        return helps.show("fppo plan [FILE.toml] [--OPTION VALUE ...]", PlanSettings, more)
-    of, options = settings_plan.load(*file_and_overrides(rest, "plan"))
+    of, options = settings_plan.load(given.file, given.flags)
     from fppo.commands import plan
 
     return plan.run(of, options)
 
 
-def _bias(rest: Sequence[str]) -> int | None:
+def _bias(given: Arguments) -> int:
     """Measure the bias and noise of estimators, losses and KL kinds, or of a run's: fppo bias [FILE.toml]"""
-    if helps.wanted(rest):
-        more = "With a file, or settings of fppo train, three lines say what that run optimises: fppo train --help."
-        return helps.show("fppo bias [FILE.toml] [--OPTION VALUE ...]", BiasSettings, more)
-    of, options = settings_bias.load(*file_and_overrides(rest, "bias"))
+    of, options = settings_bias.load(given.file, given.flags)
     from fppo.commands import bias
 
     return bias.run(of, options)
@@ -406,7 +323,8 @@ def _look(
     """All problems with files, rows, modules, devices and other things that settings name, as far as visible before the
     run and without torch; with none of these, those of the values of parts.
 
-    With `exports`, the target of the policy's export is checked too.
+    Rows are not read if problems with the data are `known` already, and values not tried if any are. With `exports`,
+    the target of the policy's export is checked too.
     """
     wrong = _seen(processes, settings, exports=exports)
     wrong += places.token_problems(settings)
@@ -438,8 +356,8 @@ def _of_rows(known: Sequence[Problem], look: Callable[[], list[Problem]]) -> lis
 
 
 def _of_values(named: Iterable[tuple[str, Any, Any]], known: Sequence[Problem]) -> list[Problem]:
-    """Problems with the values of parts, which are called once; nothing more is loaded if there are problems already,
-    since that takes torch."""
+    """Problems with the values of parts `named` (`settings.component.parts`), which are called once. If problems are
+    `known` already, nothing is called, since that loads torch."""
     tried = [x for x in named if x[1].keywords]
     if known or not tried:
         return []
@@ -448,47 +366,34 @@ def _of_values(named: Iterable[tuple[str, Any, Any]], known: Sequence[Problem]) 
     return trials.value_problems(tried, known)
 
 
-def _sft_help(usage: str) -> None:
-    """Print the settings of a supervised run."""
-    print(helps.section_help(usage, ["sft"], "Imitate demonstrations, before reinforcement learning."))
-    print(
-        "\nOther sections that it reads: model, data, eval, mesh, checkpoint, digest, log; and output_dir, seed, steps,"
-    )
-    print("module_dirs, resume, device. fppo sft --help SECTION shows one.")
-
-
-def _settings_help(usage: str, command: Callable[[Sequence[str]], int | None], sections: Sequence[str]) -> None:
-    """Print the sections, or the settings of the given ones."""
-    first = (command.__doc__ or "").splitlines()[0].partition(":")[0] + "."
-    print(helps.section_help(usage, sections) if sections else helps.overview(usage, first))
-
-
-def _eval_help(usage: str) -> None:
-    """Print the settings of an evaluation."""
-    print(helps.section_help(usage, ["eval"], "Evaluate a run's last checkpoint on held-out prompts."))
-    print("\nfrom other sections, above all:\n")
-    print("\n".join(helps.chosen_help(EVAL_READS)))
-    print("\nEvery setting of fppo train may be given; defaults are the settings of the run in RUN.")
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
-    "quickstart": _quickstart,
-    "train": _train,
-    "sft": _sft,
-    "check": _check,
-    "rollout": _rollout,
-    "eval": _eval,
-    "replay": _replay,
-    "export": _export,
-    "serve": _serve,
-    "report": _report,
-    "view": _view,
-    "trace": _trace,
-    "diff": _diff,
-    "ablate": _ablate,
-    "audit": _audit,
-    "compare": _compare,
-    "plan": _plan,
-    "bias": _bias,
-    "completion": _completion,
+_TRAINED = "Every setting of fppo train may be given, too: fppo train --help."
+_PLANNED = "Every setting of fppo train may be given too: fppo train --help."
+_STUDIED = "With a file, or settings of fppo train, three lines say what that run optimises: fppo train --help."
+_SETTING, _OPTION, _EVERY = "[--SECTION.SETTING VALUE ...]", "[--OPTION VALUE ...]", tuple(LAUNCH)
+_of_run = partial(Command, settings=True)
+_launched = partial(_of_run, launch=_EVERY)
+COMMANDS: dict[str, Command] = {
+    "quickstart": Command(_quickstart, f"{PROCESSES} {_OPTION}", options.Quickstart, launch=_EVERY),
+    "train": _launched(_train, f"FILE.toml {PROCESSES} {_SETTING}", example=True),
+    "sft": _launched(_sft, f"FILE.toml {PROCESSES} {_SETTING}", example=True),
+    "check": _of_run(
+        _check, f"FILE.toml [--nproc N] {_SETTING}", CheckSettings, launch=("--nproc",), example=True, more=_TRAINED
+    ),
+    "rollout": _launched(_rollout, f"FILE.toml {PROCESSES} {_SETTING}", example=True),
+    "eval": _launched(_eval, f"RUN {PROCESSES} [--eval.n N ...]"),
+    "replay": Command(_replay, "RUN --step N [--nproc N] [--device DEVICE]", options.Replay, launch=("--nproc",)),
+    "export": Command(_export, f"RUN TARGET {_OPTION}", options.Export),
+    "serve": Command(_serve, f"RUN|MODEL [MODEL ...] {_OPTION}", options.ServeOptions),
+    "report": Command(_report, "RUN", options.Report),
+    "view": Command(_view, f"RUN [RUN ...] [--export FILE.html] {_OPTION}", options.ViewOptions),
+    "trace": Command(_trace, "RUN [--out FILE]", options.TraceOptions),
+    "diff": Command(_diff, "RUN RUN", options.DiffOptions),
+    "ablate": Command(_ablate, f"--op OPERATION {_OPTION}", AblateSettings, problems=settings_ablate.problems),
+    "audit": Command(_audit, f"trl|verl|openrlhf|module:adapters {_OPTION}", options.AuditOptions),
+    "compare": _launched(
+        _compare, f"FILE.toml --vary SECTION.SETTING=A,B {PROCESSES} {_SETTING}", CompareSettings, more=_TRAINED
+    ),
+    "plan": _of_run(_plan, f"[FILE.toml] {_OPTION}", PlanSettings, more=_PLANNED, problems=None),
+    "bias": _of_run(_bias, f"[FILE.toml] {_OPTION}", BiasSettings, more=_STUDIED, problems=None),
+    "completion": Command(_completion, "bash|zsh|fish", more=completion.ADVICE),
 }

@@ -39,7 +39,7 @@ def plan(settings: TrainSettings, asked: CompareSettings) -> dict[str, dict[int,
         runs[variant.name] = of_seed
     problems += _metric_problems([next(iter(seeds.values())) for seeds in runs.values()], asked.metrics)
     if problems:
-        raise files.SettingsError(problems, where="the variants")
+        raise files.SettingsError(problems, source="the variants")
     return runs
 
 

@@ -7,65 +7,34 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
 from fppo._errors import UsageError, did_you_mean
+from fppo.commands.arguments import Command
 from fppo.commands.help import positional
-from fppo.commands.options import (
-    AuditOptions,
-    DiffOptions,
-    Export,
-    Quickstart,
-    Replay,
-    Report,
-    ServeOptions,
-    TraceOptions,
-    ViewOptions,
-)
 from fppo.settings import files
-from fppo.settings.ablate import AblateSettings
-from fppo.settings.bias import BiasSettings
-from fppo.settings.check import CheckSettings
-from fppo.settings.compare import CompareSettings
 from fppo.settings.component import parts, signature_of
-from fppo.settings.plan import PlanSettings
 from fppo.settings.train import TrainSettings
 
 SHELLS = ("bash", "zsh", "fish")
 ADVICE = """Run it in a shell, or add it to the shell's startup file (~/.bashrc, ~/.zshrc, config.fish):
   bash, zsh   eval "$(fppo completion bash)", or zsh in place of bash
   fish        fppo completion fish | source"""
-_OWN = {
-    "quickstart": Quickstart,
-    "replay": Replay,
-    "export": Export,
-    "serve": ServeOptions,
-    "report": Report,
-    "view": ViewOptions,
-    "trace": TraceOptions,
-    "diff": DiffOptions,
-}
-_OWN |= {"ablate": AblateSettings, "bias": BiasSettings, "compare": CompareSettings, "plan": PlanSettings}
-_OWN |= {"audit": AuditOptions, "check": CheckSettings}
-_SETTINGS = ("train", "sft", "check", "rollout", "eval", "compare", "plan", "bias")
-_LAUNCHED = ("quickstart", "train", "sft", "rollout", "eval", "compare")
-_RANKS = ("check", "replay")  # take the number of ranks, and restart none
 
 
-def script(shell: str, commands: Sequence[str]) -> str:
+def script(shell: str, commands: Mapping[str, Command]) -> str:
     """A shell's script that completes the arguments of fppo. Raises ValueError for an unknown shell."""
     if shell not in SHELLS:
         raise UsageError(f"there is no completion for {shell!r}; {did_you_mean(shell, SHELLS)}")
-    flags = {command: flags_of(command) for command in commands}
+    flags = {name: flags_of(command) for name, command in commands.items()}
     values = {flag: choice for each in flags.values() for flag, choice in each.items() if choice}
     return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](flags, values)
 
 
-def flags_of(command: str) -> dict[str, tuple[str, ...]]:
+def flags_of(command: Command) -> dict[str, tuple[str, ...]]:
     """The flags of a command, each with its allowed values; these are empty if any text, or no value, may follow."""
     kinds: dict[str, Any] = {}
-    if command in _OWN:
-        cls = _OWN[command]
-        places = positional(cls)
-        kinds |= {path: kind for path, kind in files.paths(cls).items() if path not in places}
-    if command in _SETTINGS:
+    if command.options is not None:
+        places = positional(command.options)
+        kinds |= {path: kind for path, kind in files.paths(command.options).items() if path not in places}
+    if command.settings:
         kinds |= {**files.paths(), **_keywords()}
     flags: dict[str, tuple[str, ...]] = {}
     for path, kind in kinds.items():
@@ -73,11 +42,7 @@ def flags_of(command: str) -> dict[str, tuple[str, ...]]:
         flags[f"--{section}{dot}{name}"] = _choices(kind)
         if kind is bool:
             flags[f"--{section}{dot}no-{name}"] = ()
-    if command in _LAUNCHED:
-        flags |= {"--nproc": (), "--max-restarts": ()}
-    if command in _RANKS:
-        flags["--nproc"] = ()
-    return flags | {"--help": (), "--traceback": ()}
+    return flags | dict.fromkeys((*command.launch, "--help", "--traceback"), ())
 
 
 def _keywords() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Run commands on several processes."""
+"""Where commands run: in this process, alone or as one rank, or in processes that are started here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 import attrs
 import torch
 
+from fppo import devices
 from fppo._errors import no_exit
 from fppo.assembly.parts import device_of, sharding_of
 from fppo.commands.actions import ALONE, CommandRank
@@ -19,7 +20,7 @@ from fppo.settings.placement import places_of
 from fppo.settings.train import TrainSettings
 
 
-def run(
+def placed(
     command: Callable[[TrainSettings, CommandRank], int],
     settings: TrainSettings,
     arguments: Sequence[str],
@@ -27,8 +28,9 @@ def run(
     max_restarts: int = 0,
     *,
     trains: bool = True,
-) -> int:
-    """Run `command` on the processes that torchrun started, or on processes started here, and return the exit status.
+) -> Callable[[], int]:
+    """Place a command: return this process's part in it, a function that returns the exit status. The part is the
+    command, alone or as one of the ranks that torchrun started, or to start ranks and wait for them.
 
     `nproc` processes (None: as many as the settings' mesh needs) are started with `arguments`. The settings passed to
     `command` name every axis. Commands that do not train sample nothing ahead.
@@ -47,34 +49,30 @@ def run(
     if place.attempt and settings.resume == "never":
         settings = attrs.evolve(settings, resume="auto")  # checkpoints in output_dir are from earlier attempts
     if world == 1:
-        if settings.device.startswith("cuda:"):
-            torch.cuda.set_device(device_of(*named))  # for calls that name no GPU, such as kernel launches
-        with no_exit():
-            return command(settings, ALONE)
+        if ":" in settings.device:
+            torch.accelerator.set_device_index(device_of(*named))  # for calls that name no GPU, such as kernel launches
+        return partial(no_exit()(command), settings, ALONE)
     device = device_of(*named)
     ahead = settings.rollout.ahead if trains else 0
     check_devices(ahead, world, device)
     if trains and settings.rollout.interrupt:
         check_interrupts(ahead, world)
-    if device.type == "cuda" and device.index is not None:
-        raise ValueError(f"device = {settings.device!r}: {world} processes train on a GPU each; give cuda")
+    if device.index is not None:
+        raise ValueError(f"device = {settings.device!r}: {world} processes train on a GPU each; give {device.type}")
     if not place.started:
-        if device.type == "cuda" and world > torch.cuda.device_count():
-            raise ValueError(f"{world} processes need as many GPUs, and this machine has {torch.cuda.device_count()}")
-        return launch.start(arguments, world, max_restarts=max_restarts)
-    if device.type == "cuda":
-        device = torch.device("cuda", place.local_rank)
-        torch.cuda.set_device(device)
-    with launch.joined(
-        sizes,
-        place,
-        device,
-        timeout=mesh.timeout,
-        sharding=sharding_of(mesh),
-        virtual_stages=mesh.virtual_stages,
-        twin=ahead > 0,
-    ) as joined:
-        own, watch, sampling = joined
-        ring = partial(attrs.evolve, ring=mesh.ring)
-        with no_exit():  # inside the watch over ranks, so that the others are notified
+        count = torch.get_device_module(device).device_count()
+        if devices.is_accelerator(device) and world > count:
+            raise ValueError(f"{world} processes need as many GPUs, and this machine has {count}")
+        return partial(launch.start, arguments, world, max_restarts=max_restarts)
+    if devices.is_accelerator(device):
+        device = torch.device(device.type, place.local_rank)
+        torch.accelerator.set_device_index(device)
+    cut = {"sharding": sharding_of(mesh), "virtual_stages": mesh.virtual_stages}
+    joined = launch.joined(sizes, place, device, timeout=mesh.timeout, **cut, twin=ahead > 0)
+    ring = partial(attrs.evolve, ring=mesh.ring)
+
+    def on_rank() -> int:
+        with joined as (own, watch, sampling), no_exit():  # inside the watch over ranks, so that others are notified
             return command(settings, CommandRank(ring(own), device, watch, sampling and ring(sampling)))
+
+    return on_rank

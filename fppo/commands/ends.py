@@ -27,6 +27,9 @@ def status_of(error: Exception, name: str, *, show: bool) -> int:
     """
     if isinstance(error, BrokenPipeError) and _is_abandoned():
         return 128 + signal.SIGPIPE
+    if name in TRAINING and _lacks_memory(error):
+        error.add_note('out of memory: token_budget = "auto" cuts passes, then run the same command again to resume')
+        error.add_note("docs/guides/memory.md says what else helps")
     trace = "".join(traceback.format_exception(error))
     if not _is_for_the_user(error):
         if _cut(trace) == trace:
@@ -42,6 +45,12 @@ def status_of(error: Exception, name: str, *, show: bool) -> int:
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     _say(f"fppo {name}: {_words(error)}{_cut(notes)}{hint}")
     return 1 if isinstance(error, RunFailed) else 2
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Whether there was no memory for a tensor."""
+    memory = sys.modules.get("fppo.steps.memory")  # if nothing has imported torch, no tensor was made
+    return memory is not None and memory.out_of_memory(error)
 
 
 def _say(text: str) -> None:

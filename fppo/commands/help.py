@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import shutil
 import sys
 import textwrap
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -36,11 +37,6 @@ def help_sections(words: Sequence[str]) -> list[str] | None:
     if place is None:
         return None
     return [word.strip("-").replace("-", "_") for word in words[place + 1 :] if not word.startswith("-")]
-
-
-def wanted(words: Sequence[str]) -> bool:
-    """Whether the arguments request help."""
-    return any(word in ("-h", "--help") for word in words)
 
 
 def show(usage: str, cls: type | None, more: str = "") -> None:
@@ -139,7 +135,7 @@ def _section(path: str) -> Any:
 def _sections(cls: type) -> Iterator[tuple[str, str]]:
     for field in attrs.fields(attrs.resolve_types(cls)):
         if attrs.has(field.type):
-            yield field.name, _texts(cls).get(field.name, "")
+            yield field.name, texts_of(cls).get(field.name, "")
 
 
 def _settings(cls: type, prefix: str = "", default: Any = None) -> Iterator[_Setting]:
@@ -147,11 +143,12 @@ def _settings(cls: type, prefix: str = "", default: Any = None) -> Iterator[_Set
     attrs.resolve_types(cls, include_extras=False)
     for field in fields_of(cls):
         if not attrs.has(field.type or str):
-            text = _texts(cls).get(field.name, "")
+            text = texts_of(cls).get(field.name, "")
             yield _Setting(f"{prefix}{name_of(field)}", field.type, getattr(default, field.name), text)
 
 
-def _texts(cls: type) -> dict[str, str]:
+@functools.cache
+def texts_of(cls: type) -> Mapping[str, str]:
     """The help lines of fields: the string below each field in the class's source."""
     texts: dict[str, str] = {}
     for base in reversed([base for base in cls.__mro__ if attrs.has(base)]):

@@ -10,7 +10,7 @@ import attrs
 
 from fppo.assembly.inputs import Inputs
 from fppo.assembly.machine import resolved
-from fppo.commands.plan import gpu_of, planned_pools
+from fppo.commands.plan import planned_on, planned_pools
 from fppo.settings.placement import places_of
 from fppo.settings.plan import PlanSettings
 from fppo.settings.train import TrainSettings
@@ -55,7 +55,7 @@ def said_of_time(
     if sum(seconds) < _LEAST:
         return None
     chosen, _ = resolved(settings, inputs.device)
-    needs, _, _ = planned_needs(settings, PlanSettings(gpu=gpu_of(inputs.device), gpus=ranks), chosen, inputs)
+    needs, _, _ = planned_needs(settings, planned_on(PlanSettings(gpus=ranks), inputs.device), chosen, inputs)
     if needs is None:
         return None
     took, sampled = median(seconds), [x["response_length/mean"] for x in records if "response_length/mean" in x]

@@ -12,10 +12,10 @@ import attrs
 import torch
 from transformers.utils import logging as transformers_logging
 
+from fppo import devices
 from fppo._errors import printable
-from fppo.assembly.inputs import load_prompts
+from fppo.assembly.inputs import Inputs
 from fppo.assembly.parts import device_of
-from fppo.assembly.texts import load_images, load_tokenizer
 from fppo.commands import output
 from fppo.data import PromptSet
 from fppo.models.flops import PEAKS
@@ -24,21 +24,23 @@ from fppo.settings.placement import places_of
 from fppo.settings.plan import HERE, PlanSettings, pools_of_run
 from fppo.settings.train import TrainSettings
 from fppo.studies.plan import text
-from fppo.studies.plan.case import Case, Role
+from fppo.studies.plan.case import GIB, Case, Role
 from fppo.studies.plan.columns import column_calls
 from fppo.studies.plan.plan import plan, plan_engines
 from fppo.studies.plan.run import budgeted, case_of, engines_of, part_of
 from fppo.studies.plan.search import TOKENS, Remedy, remedies, search
+from fppo.workers.imports import import_modules
 
 Shown = tuple[list[text.Section], dict[str, Any], bool]  # text, numbers, and whether it fits
 
 
 def run(of: TrainSettings, options: PlanSettings) -> int:
-    """Print the plan of a run, of each of its pools if it has any, or the result of a search, and write JSON; returns 1
-    if nothing fits."""
+    """Print the plan of a run, of each of its pools if it has any, or the result of a search, and write JSON. Returns
+    the exit status: 1 if nothing fits, else 0."""
     transformers_logging.set_verbosity_error()
+    import_modules(of.model.import_, of.module_dirs)
     if options.gpu == HERE:
-        options = attrs.evolve(options, gpu=gpu_of(device_of(of.device, of.placement)))
+        options = planned_on(options, device_of(of.device, of.placement))
         of = _as_read(of)
     if places_of(of.placement):
         sections, numbers, fits = planned_pools(of, options)
@@ -53,13 +55,15 @@ def run(of: TrainSettings, options: PlanSettings) -> int:
     return 0 if fits else 1
 
 
-def gpu_of(device: torch.device) -> str:
-    """The name under which `fppo plan` knows a device of this machine, such as "cpu" or "h100"."""
-    if device.type == "cpu":
-        return "cpu"
-    name = torch.cuda.get_device_name(device)
+def planned_on(options: PlanSettings, device: torch.device) -> PlanSettings:
+    """The options to plan for a device of this machine. Accelerators other than CUDA's run what a CPU runs, in memory
+    of their own; they have its rates in the plan, since theirs are not known."""
+    if device.type not in ("cpu", "cuda"):
+        memory = torch.accelerator.get_memory_info(device)[1] / GIB
+        return attrs.evolve(options, gpu="cpu", memory=options.memory or memory)
+    name = "cpu" if device.type == "cpu" else devices.title(device)
     known = next((kind for kind in PEAKS if kind in name), name)
-    return "a100-80" if known == "A100" else known.lower()
+    return attrs.evolve(options, gpu="a100-80" if known == "A100" else known.lower())
 
 
 def with_prompts(of: TrainSettings, prompts: PromptSet) -> TrainSettings:
@@ -74,8 +78,7 @@ def _as_read(of: TrainSettings) -> TrainSettings:
     if not of.data.path or not all(map(os.path.isfile, of.data.path)):
         return of
     try:
-        tokenizer = load_tokenizer(of.model, of.data)
-        return with_prompts(of, load_prompts(of.data, tokenizer, load_images(of.model, of.data, tokenizer)))
+        return with_prompts(of, Inputs(settings=of).prompts)
     except (ValueError, OSError) as error:
         asked = f"prompts are planned as long as data.max_prompt_tokens = {of.data.max_prompt_tokens}"
         print(f"{asked}, since they cannot be read: {printable(str(error), 300)}", file=sys.stderr)

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from fppo import batch as batches
 from fppo._errors import UsageError, printable, words_of
 from fppo.commands.options import ServeOptions
+from fppo.fields import only
 from fppo.key import Key
 from fppo.models.lengths import longest_row, positions
 from fppo.models.model import Params
@@ -199,10 +200,10 @@ def bounds_of(options: ServeOptions, policy: ServedPolicy) -> Bounds:
 
 def sources_of(options: ServeOptions, policy: ServedPolicy, bounds: Bounds, target: str) -> Sources:
     """The parts that all answers of a policy share: texts, sampling, key, bounds and name."""
-    sampling = policy.sampling if options.temperature is None else policy.sampling.at(options.temperature)
+    sampling = policy.sampling.with_options(only(options, "temperature", "top_p"))
     return Sources(
         texts=policy.texts,
-        sampling=attrs.evolve(sampling, n=1, top_p=sampling.top_p if options.top_p is None else options.top_p),
+        sampling=attrs.evolve(sampling, n=1),
         key=Key(options.seed),
         bounds=bounds,
         model=options.name or Path(target).name,

@@ -12,8 +12,8 @@ from fppo.report.view_server import Viewed
 
 
 def view(options: ViewOptions) -> int:
-    """Serve runs until ctrl-C, or write them to one page. Raises UsageError for paths without a run, and for options
-    that do not go together."""
+    """Serve runs until ctrl-C, or write them to one page; returns the exit status, 0. Raises UsageError for paths
+    without a run, and for options that do not go together."""
     if not options.runs:
         raise UsageError("give the output_dir of a run: fppo view RUN [RUN ...]")
     if options.export is not None and options.port:

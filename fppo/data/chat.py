@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from fppo._errors import printable
-from fppo.data.shown import TOOL, EndlessTemplate, Shown, Template, shown
+from fppo.data.render import TOOL, EndlessTemplate, Rendered, Template, render
 from fppo.data.tokenizers import encode_after
 
 LONGEST = 20.0  # CPU seconds that a template may take for one conversation
@@ -83,7 +83,7 @@ def shown_chat(
     generation: bool,
     options: ChatOptions = PLAIN,
     sampled: bool = False,
-) -> Shown:
+) -> Rendered:
     """A conversation in the form that the template reads, and its text; with `generation` up to the assistant's turn.
     With `sampled` the last message holds a policy's own words, of which the template may leave some out.
 
@@ -101,13 +101,14 @@ def shown_chat(
         write=partial(write_chat, tokenizer, options=options),
         write_marks=partial(write_chat, tokenizer, options=marks),
     )
-    return shown(known, messages, generation=generation, sampled=sampled)
+    return render(known, messages, generation=generation, sampled=sampled)
 
 
 def render_chat(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generation: bool, options: ChatOptions = PLAIN
 ) -> str:
-    """Render a conversation as text, of which nothing is left out or written twice: the text of `shown_chat`."""
+    """Render a conversation as text, with nothing left out or written twice: the text of `shown_chat`, with its
+    arguments."""
     return shown_chat(tokenizer, messages, generation=generation, options=options).text
 
 
@@ -119,7 +120,8 @@ def encode_chat(
     options: ChatOptions = PLAIN,
     sampled: bool = False,
 ) -> list[int]:
-    """Encode a conversation, of which nothing is left out or written twice: the tokens of `shown_chat`'s text."""
+    """Encode a conversation, nothing left out or written twice, as the tokens of `shown_chat`'s text; same
+    arguments."""
     text = shown_chat(tokenizer, messages, generation=generation, options=options, sampled=sampled).text
     return list(tokenizer.encode(text, add_special_tokens=False))
 

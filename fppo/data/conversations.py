@@ -60,7 +60,7 @@ RESPONSE = Answers()
 
 @attrs.frozen(kw_only=True)
 class DemonstrationSet:
-    """Encoded demonstrations. All columns have one entry per row."""
+    """Encoded demonstrations. Columns have one entry per row; `num_dropped` and `num_truncated` rows were too long."""
 
     rows: tuple[Imitated, ...]
     ids: tuple[str, ...]  # origin of each row, such as "train.jsonl:17"
@@ -190,7 +190,7 @@ def encode_demonstrations(
     )
 
 
-def _too_large(row: Row, answers: Answers, fields: Fields, most: int, limit: int) -> str | None:
+def _too_large(row: Row, answers: Answers, fields: Fields, max_characters: int, limit: int) -> str | None:
     """A complaint about a row with more characters, or more messages, than `limit` tokens can have: templates and
     tokenizers take minutes for such a row. None for other rows."""
     texts, count = [], 0
@@ -199,7 +199,7 @@ def _too_large(row: Row, answers: Answers, fields: Fields, most: int, limit: int
             value = _opened(check_depth(lookup(row.fields, name)), name)
             count = max(count, len(value) if isinstance(value, list | tuple) else 0)
             texts += [len(text) for text in _inside(value)]
-    if sum(texts) > most:
+    if sum(texts) > max_characters:
         return f"the row has {sum(texts):,} characters, more than max_tokens = {limit} tokens can have"
     return f"the row has {count:,} messages, more than max_tokens = {limit} tokens can have" if count > limit else None
 
@@ -211,7 +211,7 @@ def _texts_of(answers: Answers, fields: Fields) -> list[str]:
 
 
 def _opened(value: Any, name: str) -> Any:
-    """A field's value; if it is the JSON text of messages, these messages."""
+    """The value of the field `name`; if it is the JSON text of messages, these messages."""
     messages = from_text(value, name) if isinstance(value, str) and value.lstrip().startswith("[") else None
     return value if messages is None else messages
 
@@ -225,13 +225,13 @@ def _inside(value: Any) -> Iterator[str]:
             yield from _inside(each)
 
 
-def _shortened(row: Row, answers: Answers, fields: Fields, most: int, limit: int) -> Row:
-    """Shorten a row so that its first `limit` tokens stay: cut texts to `most` characters, and messages to `limit`, or
+def _shortened(row: Row, answers: Answers, fields: Fields, max_characters: int, limit: int) -> Row:
+    """Shorten a row so that its first `limit` tokens stay: cut texts to `max_characters`, and messages to `limit`, or
     a few more so that the assistant's comes last."""
 
     def short(value: Any) -> Any:
         if isinstance(value, str):
-            return value[:most]
+            return value[:max_characters]
         if isinstance(value, Mapping):
             return {name: short(each) for name, each in value.items()}
         return [short(each) for each in value] if isinstance(value, list | tuple) else value
@@ -248,9 +248,9 @@ def _shortened(row: Row, answers: Answers, fields: Fields, most: int, limit: int
     return attrs.evolve(row, fields=changed)
 
 
-def _cut(row: Imitated, most: int) -> Imitated:
-    """The first `most` tokens of a row."""
-    left = max(most - len(row.prompt), 0)
+def _cut(row: Imitated, limit: int) -> Imitated:
+    """The first `limit` tokens of a row."""
+    left = max(limit - len(row.prompt), 0)
     return attrs.evolve(row, response=row.response[:left], mask=row.mask[:left])
 
 

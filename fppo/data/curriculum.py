@@ -19,9 +19,9 @@ from fppo.key import Key
 from fppo.tree import replace, state, static
 
 
-def nothing_to_report(known: Any, step: int) -> Mapping[str, float]:
+def nothing_to_report(counts: Any, step: int) -> Mapping[str, float]:
     """Report no numbers."""
-    del known, step
+    del counts, step
     return {}
 
 
@@ -42,7 +42,7 @@ class Curriculum(NamedTuple):
 
 @state
 class Course:
-    """The state of a curriculum in a run, and the step that it is at."""
+    """The state of a curriculum in a run (`known`), and the step that it is at."""
 
     known: Any
     step: int = 0
@@ -88,41 +88,43 @@ class SuccessRates:
     sources: Tensor | None = None  # [N] int64: numbers of the prompts' sources
 
 
-def _count(known: SuccessRates, indices: Tensor, scores: Tensor, low: float, high: float, decay: float) -> SuccessRates:
-    """Add scores to the counts of their prompts, whose earlier counts are multiplied by `decay`.
+def _count(
+    counts: SuccessRates, indices: Tensor, scores: Tensor, low: float, high: float, decay: float
+) -> SuccessRates:
+    """Add scores to the counts of the prompts at `indices`, whose earlier counts are multiplied by `decay`.
 
     A score counts as (score - low) / (high - low) of a success, at least 0 and at most 1.
     """
     scored = ~scores.isnan()
     indices, rates = indices[scored], ((scores[scored] - low) / (high - low)).clamp(0.0, 1.0)
-    none = torch.zeros_like(known.successes)
+    none = torch.zeros_like(counts.successes)
     gained, lost = none.index_add(0, indices, rates), none.index_add(0, indices, 1.0 - rates)
     kept = torch.where(none.index_add(0, indices, torch.ones_like(rates)) > 0, decay, 1.0)
-    return replace(known, successes=known.successes * kept + gained, failures=known.failures * kept + lost)
+    return replace(counts, successes=counts.successes * kept + gained, failures=counts.failures * kept + lost)
 
 
-def _rates(known: SuccessRates, prior: float) -> Tensor:
+def _rates(counts: SuccessRates, prior: float) -> Tensor:
     """Estimate the success rate of each prompt, [N]: the mean of Beta(prior + successes, prior + failures)."""
-    wins, losses = known.successes + prior, known.failures + prior
+    wins, losses = counts.successes + prior, counts.failures + prior
     return wins / (wins + losses)
 
 
-def _report(known: SuccessRates, prior: float) -> dict[str, float]:
-    seen = known.successes + known.failures > 0
-    rates = _rates(known, prior)[seen]
+def _report(counts: SuccessRates, prior: float) -> dict[str, float]:
+    seen = counts.successes + counts.failures > 0
+    rates = _rates(counts, prior)[seen]
     numbers = {"curriculum/seen": float(seen.double().mean())}
     return numbers | ({"curriculum/success_rate": float(rates.mean())} if len(rates) else {})
 
 
-def _with_uniform(weights: Tensor, explore: float, known: SuccessRates) -> Tensor:
-    """Mix weights [N] with uniform ones; where sources are known, each keeps its share of the prompts."""
+def _with_uniform(weights: Tensor, explore: float, counts: SuccessRates) -> Tensor:
+    """Mix weights [N] with a share `explore` of uniform ones; known sources each keep their share of the prompts."""
 
     def normed(x: Tensor) -> Tensor:
-        if known.sources is None:
+        if counts.sources is None:
             return x / x.sum()
-        sizes = torch.bincount(known.sources).double()
-        sums = torch.zeros_like(sizes).index_add(0, known.sources, x)
-        return x / sums[known.sources] * (sizes / sizes.sum())[known.sources]
+        sizes = torch.bincount(counts.sources).double()
+        sums = torch.zeros_like(sizes).index_add(0, counts.sources, x)
+        return x / sums[counts.sources] * (sizes / sizes.sum())[counts.sources]
 
     return (1 - explore) * normed(weights) + explore * normed(torch.ones_like(weights))
 

@@ -19,7 +19,8 @@ from fppo.tree import replace, state
 
 @state
 class DataCursor:
-    """The position of the next prompt to draw. All fields are leaves, since a checkpoint holds leaves only."""
+    """The epoch and position of the next prompt to draw. All fields are leaves, since a checkpoint holds leaves
+    only."""
 
     epoch: int = 0
     position: int = 0  # prompts of this epoch drawn so far; with a curriculum, which has no epochs, of all
@@ -38,8 +39,8 @@ Order = Callable[[int], Sequence[int]]  # from an epoch's number to indices of p
 
 
 def checked_order(order: Sequence[int], count: int, name: str) -> list[int]:
-    """Convert an epoch's order, given by the function `name`, to ints. Raises ValueError if it is empty or outside 0 to
-    count - 1."""
+    """Convert an epoch's order, given by the function `name`, to ints. Raises ValueError if empty or not in 0 to count
+    - 1."""
     indices = [int(i) for i in order]
     wrong = [i for i in indices if not 0 <= i < count]
     if wrong or not indices:

@@ -103,7 +103,7 @@ def encode_rows(
 
 
 def _too_long(
-    asked: Sequence[tuple[Row, Example]], tokenizer: Any, limit: int, over_long: OverLong, problems: Problems
+    examples: Sequence[tuple[Row, Example]], tokenizer: Any, limit: int, over_long: OverLong, problems: Problems
 ) -> set[int]:
     """Indices of the prompts that have more characters than `limit` tokens can have, so that they need not be
     tokenized, which takes minutes for many megabytes. Empty if prompts are to be truncated.
@@ -112,7 +112,7 @@ def _too_long(
     """
     if over_long == "truncate":
         return set()
-    sizes = [_characters(example.prompt) for _, example in asked]
+    sizes = [_characters(example.prompt) for _, example in examples]
     if max(sizes, default=0) <= _SHORT:
         return set()
     most = most_characters(tokenizer, limit)
@@ -120,7 +120,7 @@ def _too_long(
     if huge and over_long == "error":
         for number in huge:
             text = f"the prompt has {sizes[number]:,} characters, more than max_prompt_tokens = {limit} tokens can have"
-            problems.add(f"{text} (over_long can drop or truncate it)", at=asked[number][0].place)
+            problems.add(f"{text} (over_long can drop or truncate it)", at=examples[number][0].place)
         problems.check("data")
     return set(huge)
 
@@ -131,10 +131,10 @@ def most_characters(tokenizer: Any, limit: int) -> int:
 
 
 def _note_over_long(
-    asked: Sequence[tuple[Row, Example]], tokens: Sequence[list[int]], limit: int, problems: Problems
+    examples: Sequence[tuple[Row, Example]], tokens: Sequence[list[int]], limit: int, problems: Problems
 ) -> None:
     """Note prompts of more than `limit` tokens."""
-    for (row, _), ids in zip(asked, tokens, strict=True):
+    for (row, _), ids in zip(examples, tokens, strict=True):
         if len(ids) > limit:
             text = f"the prompt has {len(ids)} tokens, more than max_prompt_tokens = {limit}"
             problems.add(f"{text} (over_long can drop or truncate it)", at=row.place)
@@ -166,19 +166,19 @@ def _check_images(fields: Fields, images: ImageReader | None, over_long: OverLon
 
 
 def _tokens_with_images(
-    asked: Sequence[tuple[Row, Example]], reader: ImageReader, fields: Fields, problems: Problems
+    examples: Sequence[tuple[Row, Example]], reader: ImageReader, fields: Fields, problems: Problems
 ) -> tuple[list[list[int]], list[ReadRow]]:
     """The token ids of every prompt ([] and a problem if its images or text are refused), and its row for reading
     inputs again, which keeps processed inputs up to `_KEPT` bytes in total."""
     for kind, name in fields.seen.items():
-        there = any(name.split(".")[0] in row.fields for row, _ in asked) and len(fields.seen) > 1
-        if asked and not there and not any(getattr(example, f"{kind}s") for _, example in asked):
-            problems.add(f"no row has {kind}s in the field {name!r}; the first has {sorted(asked[0][0].fields)}")
+        there = any(name.split(".")[0] in row.fields for row, _ in examples) and len(fields.seen) > 1
+        if examples and not there and not any(getattr(example, f"{kind}s") for _, example in examples):
+            problems.add(f"no row has {kind}s in the field {name!r}; the first has {sorted(examples[0][0].fields)}")
     names = " and ".join(map(repr, fields.seen.values()))
     result: list[list[int]] = []
     seen: list[ReadRow] = []
     size = 0
-    for row, example in asked:
+    for row, example in examples:
         ids: list[int] = []
         assert not isinstance(example.prompt, str)
         try:
@@ -194,9 +194,9 @@ def _tokens_with_images(
     return result, seen
 
 
-def _check_unrendered(asked: Sequence[tuple[Row, Example]], opening: str, problems: Problems) -> None:
-    """Note messages whose text begins with the chat template's first token."""
-    for row, example in asked:
+def _check_unrendered(examples: Sequence[tuple[Row, Example]], opening: str, problems: Problems) -> None:
+    """Note messages whose text begins with the chat template's first token, `opening`."""
+    for row, example in examples:
         for message in example.prompt:
             content = message["content"] if isinstance(message, dict) else ""
             if opening and isinstance(content, str) and content.lstrip().startswith(opening):
@@ -206,10 +206,10 @@ def _check_unrendered(asked: Sequence[tuple[Row, Example]], opening: str, proble
 
 
 def _tokens(
-    asked: Sequence[tuple[Row, Example]], tokenizer: Any, chat: ChatOptions, problems: Problems
+    examples: Sequence[tuple[Row, Example]], tokenizer: Any, chat: ChatOptions, problems: Problems
 ) -> list[list[int]]:
     """The token ids of every prompt; [] for one that the tokenizer or its chat template refuses, with a problem."""
-    texts = [example.prompt for _, example in asked if isinstance(example.prompt, str)]
+    texts = [example.prompt for _, example in examples if isinstance(example.prompt, str)]
     try:
         at_once = iter(tokenizer(texts)["input_ids"] if texts else ())
     except Exception:  # then one at a time, to name the faulty ones
@@ -217,7 +217,7 @@ def _tokens(
     if texts and at_once is not None:
         check_open_end(texts[0], tokenizer)
     result: list[list[int]] = []
-    for row, example in asked:
+    for row, example in examples:
         ids: list[int] = []
         try:
             if not isinstance(example.prompt, str):
@@ -238,17 +238,16 @@ def _tokens(
 
 
 def _tokens_or_zeros(
-    asked: Sequence[tuple[Row, Example]],
+    examples: Sequence[tuple[Row, Example]],
     huge: Collection[int],
     limit: int,
     tokenizer: Any,
     chat: ChatOptions,
     problems: Problems,
 ) -> list[list[int]]:
-    """The token ids of every prompt; `limit` + 1 zeros for prompts whose indices are in `huge`, which are not
-    tokenized."""
-    ids = iter(_tokens([x for number, x in enumerate(asked) if number not in huge], tokenizer, chat, problems))
-    return [[0] * (limit + 1) if number in huge else next(ids) for number in range(len(asked))]
+    """The token ids of every prompt; for those whose indices are in `huge`, not tokenized, `limit` + 1 zeros."""
+    ids = iter(_tokens([x for number, x in enumerate(examples) if number not in huge], tokenizer, chat, problems))
+    return [[0] * (limit + 1) if number in huge else next(ids) for number in range(len(examples))]
 
 
 def check_open_end(text: str, tokenizer: Any) -> None:
@@ -260,7 +259,7 @@ def check_open_end(text: str, tokenizer: Any) -> None:
 
 
 def _assemble(
-    asked: Sequence[tuple[Row, Example]], tokens: Sequence[list[int]], pad_token_id: int, limit: int, *, drop: bool
+    examples: Sequence[tuple[Row, Example]], tokens: Sequence[list[int]], pad_token_id: int, limit: int, *, drop: bool
 ) -> PromptSet:
     """The prompt set; prompts of more than `limit` tokens are left out (`drop`) or cut to their last `limit`."""
     long = [len(ids) > limit for ids in tokens]
@@ -269,13 +268,13 @@ def _assemble(
     return check_prompt_set(
         PromptSet(
             tokens=tuple(share(tokens[i][-limit:], shared) for i in kept),
-            ids=tuple(asked[i][0].name for i in kept),
-            ground_truths=tuple(asked[i][1].ground_truth for i in kept),
-            sources=tuple(asked[i][1].source for i in kept),
-            extras=tuple(asked[i][1].extras for i in kept),
+            ids=tuple(examples[i][0].name for i in kept),
+            ground_truths=tuple(examples[i][1].ground_truth for i in kept),
+            sources=tuple(examples[i][1].source for i in kept),
+            extras=tuple(examples[i][1].extras for i in kept),
             pad_token_id=pad_token_id,
             num_dropped=len(tokens) - len(kept),
             num_truncated=0 if drop else sum(long),
-            left_out=tuple(sorted({name for i in kept for name in asked[i][1].left_out})),
+            left_out=tuple(sorted({name for i in kept for name in examples[i][1].left_out})),
         )
     )

@@ -253,7 +253,7 @@ def check_fields(rows: Sequence[Row], named: Mapping[str, str | None], problems:
                 names = printable(", ".join(map(repr, there)) or "none", 1000)
                 lines.append(f"{setting} = {name!r}: no row has {what}; {hint}there are {names}")
     if lines:
-        raise FieldError([*lines, *problems.lines(), *filter(None, [problems.rest()])])
+        raise FieldError([*lines, *problems.lines(), *filter(None, [problems.unshown()])])
 
 
 def fields_in(name: str, setting: str) -> list[str]:
@@ -293,7 +293,8 @@ def _pieces(template: str, setting: str) -> list[tuple[str, str | None, str | No
 
 
 def fill(template: str, fields: Mapping[str, Any], setting: str) -> str:
-    """Replace each {field} of a template by its text; {{ and }} are braces. Raises BadField, ValueError."""
+    """Replace each {field} of a template by its text; {{ and }} are braces. Raises BadField for a row whose field is
+    missing or no text, and ValueError, which names the template's `setting`, for a template that is wrong."""
     texts = []
     for text, name, specification, conversion in _pieces(template, setting):
         texts.append(text)
@@ -336,27 +337,27 @@ def _seen(row: Row, name: str, kind: str) -> tuple[Any, ...]:
     return tuple(_placed(x, beside) for x in many)
 
 
-def _placed(value: Any, beside: Path) -> Any:
-    """The image or video with its relative paths resolved against the directory `beside`; base64 stays as it is."""
+def _placed(value: Any, directory: Path) -> Any:
+    """The image or video with its relative paths resolved against `directory`; base64 stays as it is."""
     if isinstance(value, Mapping) and "frames" in value:
-        return {**value, "frames": _placed(value["frames"], beside)}
+        return {**value, "frames": _placed(value["frames"], directory)}
     if isinstance(value, Mapping) and value.get("bytes") is None and isinstance(value.get("path"), str):
         value = value["path"]
     if isinstance(value, (list, tuple)):
-        return [_placed(x, beside) for x in value]
+        return [_placed(x, directory) for x in value]
     if not isinstance(value, str) or value[:5].lower() == "data:":
         return value
-    place = beside / value
+    place = directory / value
     return value if not path_exists(place) and encoded(value) is not None else str(place)
 
 
-def _interleaved(messages: Any, seen: Mapping[str, Sequence[Any]], names: Mapping[str, str]) -> list[dict[str, Any]]:
+def _interleaved(messages: Any, media: Mapping[str, Sequence[Any]], names: Mapping[str, str]) -> list[dict[str, Any]]:
     """The messages with contents as lists of parts, texts and {"type": "image"} or "video": one for each item of
-    `seen`, by kind. Errors call the fields by `names`."""
-    parted = [{**message, "content": _parts(message["content"], tuple(seen))} for message in messages]
+    `media`, by kind. Errors call the fields by `names`."""
+    parted = [{**message, "content": _parts(message["content"], tuple(media))} for message in messages]
     user = next((message for message in parted if message["role"] == "user"), parted[0])
     before: list[dict[str, Any]] = []
-    for kind, items in seen.items():
+    for kind, items in media.items():
         places = sum(part["type"] == kind for message in parted for part in message["content"])
         if places == 0:
             before += [{"type": kind} for _ in items]
@@ -368,7 +369,7 @@ def _interleaved(messages: Any, seen: Mapping[str, Sequence[Any]], names: Mappin
 
 
 def _parts(content: Any, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """Split a message's content into parts, its texts at the marks of these kinds."""
+    """Split a message's content into parts: texts, and {"type": kind} for each mark, as "<image>", of the `kinds`."""
     if not isinstance(content, str):
         return [
             x
@@ -454,11 +455,12 @@ def _message(message: Any, number: int, name: str, kinds: Sequence[str], filled:
     return own
 
 
-def _joined(parts: Sequence[Any], where: str) -> str:
-    """The concatenated text of parts that are all text, as templates of models with images render them."""
+def _joined(parts: Sequence[Any], field: str) -> str:
+    """The concatenated text of parts that are all text, as templates of models with images render them. Errors begin
+    with `field`."""
     if not parts or not all(isinstance(part, Mapping) and _is_part(part, ()) for part in parts):
         kinds = sorted({str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in parts})
-        raise BadField(f"{where} has parts of the kinds {kinds} as 'content': without images and videos give texts")
+        raise BadField(f"{field} has parts of the kinds {kinds} as 'content': without images and videos give texts")
     return "".join(part["text"] for part in parts)
 
 

@@ -1,5 +1,4 @@
-"""Prompts with images and videos: opened from paths, bytes or `datasets` images, and encoded by the model's
-processor."""
+"""Prompts with images and videos: opened from paths, bytes or `datasets` images, encoded by the model's processor."""
 
 from __future__ import annotations
 
@@ -94,8 +93,8 @@ class ImageReader:
             raise ValueError(f"the tokens hold {self.token}, a placeholder of images: give the image in its place")
         if not pictures:
             return [token for part in parts for token in part], None
-        each = [self._seen([picture])[0] for picture in pictures]
-        _, out = self._seen(pictures)
+        each = [self._processed([picture])[0] for picture in pictures]
+        _, out = self._processed(pictures)
         left, tokens = iter(each), list[int]()
         for part in parts:
             tokens += next(left) if isinstance(part, bytes) else part
@@ -108,8 +107,8 @@ class ImageReader:
         shown, shown_of = _shown(pictures)
         return tokens, RowInputs(tensors, places, shown, shown_of=shown_of)
 
-    def _seen(self, pictures: Sequence[Any]) -> tuple[list[int], Mapping[str, Any]]:
-        """The tokens from the first to the last placeholder of images, and the processor's outputs for them."""
+    def _processed(self, pictures: Sequence[Any]) -> tuple[list[int], Mapping[str, Any]]:
+        """The tokens from the first to the last placeholder of some images, and the processor's outputs for them."""
         out = self.processor(text=[self.processor.image_token * len(pictures)], images=[*pictures], return_tensors="pt")
         tokens: list[int] = out["input_ids"][0].tolist()
         places = [place for place, token in enumerate(tokens) if token == self.token]
@@ -127,7 +126,7 @@ class ImageReader:
         return [opened_video(video, number, picker, opened) for number, video in enumerate(videos, start=1)]
 
     def _places(self, tokens: Tensor, pictures: int, clips: int) -> tuple[Tensor, Tensor]:
-        """The indices of image features, and of video features, among tokens [S]; int64 each."""
+        """The indices of the features of so many images, and of so many videos, among tokens [S]; int64 each."""
         apart = self.video is not None
         expected = {self.token: pictures + (0 if apart else clips)} | ({self.video: clips} if apart else {})
         kinds = dict(zip(expected, ("images", "videos")))
@@ -208,13 +207,13 @@ def opened(image: Any, number: int) -> Any:
     raise ValueError(f"{name}: a {type(image).__name__}, not a path, bytes or an image")
 
 
-def _filled(part: Mapping[str, Any], left: Mapping[str, Iterator[Any]], items: list[Any]) -> dict[str, Any]:
-    """A message part in the processor's form, filled with the next image or video in `left`, which is also added to
+def _filled(part: Mapping[str, Any], remaining: Mapping[str, Iterator[Any]], items: list[Any]) -> dict[str, Any]:
+    """A message part in the processor's form, filled with the next image or video in `remaining`, also added to
     `items`."""
     kind = part["type"]
-    if kind not in left:
+    if kind not in remaining:
         return dict(part)
-    items.append(next(left[kind]))
+    items.append(next(remaining[kind]))
     return {"type": kind, kind: items[-1].frames if isinstance(items[-1], Clip) else items[-1]}
 
 

@@ -76,8 +76,8 @@ def _call(call: Any, name: str) -> dict[str, Any]:
 
 
 def arguments_of(value: Any) -> Any:
-    """Parse the arguments of a call if they are JSON text ({} if it is blank); return other text, and other values, as
-    they are."""
+    """Parse the arguments of a call if they are JSON text ({} if blank); return other text, and other values, as they
+    are."""
     if not isinstance(value, str):
         return value
     if not value.strip():

@@ -43,8 +43,7 @@ def _plain(value: Any) -> Any:
 
 
 def missing_in(value: Any, path: str = "") -> Iterator[str]:
-    """The paths within a value ("" for the value itself) of nan, pandas' missing value, and of infinities, which JSON
-    lacks."""
+    """The paths within a value ("" for itself) of nan, pandas' missing value, and of infinities, which JSON lacks."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from missing_in(inner, f"{path}[{key!r}]")
@@ -144,11 +143,11 @@ def file_of(value: Any) -> Any:
     return Path(value) if isinstance(value, str | os.PathLike) else value
 
 
-def named_file(given: Any, file: Any) -> str:
+def named_file(value: Any, file: Any) -> str:
     """A file's path, or the start of its base64, in brackets for an error message; "" for other values."""
     if isinstance(file, Path):
         return f" ({printable(str(file), _SHOWN_PATH)})"
-    text = given.get("bytes") or given.get("path") if isinstance(given, Mapping) else given
+    text = value.get("bytes") or value.get("path") if isinstance(value, Mapping) else value
     return f" (base64 {printable(text[:40])}...)" if isinstance(file, bytes) and isinstance(text, str) else ""
 
 

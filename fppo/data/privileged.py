@@ -121,23 +121,23 @@ def _padded(texts: Sequence[Sequence[int]], *, like: Judged | Prompted) -> tuple
     return tokens, (torch.arange(width) >= gaps[:, None]).to(like.attention_mask)
 
 
-def _begins(said: Int[Tensor, "b t"], truth: Int[Tensor, "b g"]) -> Bool[Tensor, "b n"]:
+def _begins(response: Int[Tensor, "b t"], truth: Int[Tensor, "b g"]) -> Bool[Tensor, "b n"]:
     """Whether the first n tokens of a response are a prefix of the truth, for n from 0 to T; bool [B, T + 1]."""
-    width = said.shape[1]
-    same = said == pad(truth, (0, max(width - truth.shape[1], 0)), value=-1)[:, :width]
+    width = response.shape[1]
+    same = response == pad(truth, (0, max(width - truth.shape[1], 0)), value=-1)[:, :width]
     return pad(same.cumprod(1), (1, 0), value=1).bool()
 
 
-def _has_within(said: Int[Tensor, "b t"], truth: Int[Tensor, "b g"]) -> Bool[Tensor, "b n"]:
+def _has_within(response: Int[Tensor, "b t"], truth: Int[Tensor, "b g"]) -> Bool[Tensor, "b n"]:
     """Whether the first n tokens of a response contain the truth as a run, for n from 0 to T; bool [B, T + 1]. False
     for an empty truth."""
-    width, sizes = said.shape[1], (truth >= 0).sum(1, keepdim=True)
-    wide = pad(said, (0, truth.shape[1]), value=-2)
-    here = (sizes > 0).expand_as(said)  # positions at which the truth starts
+    width, sizes = response.shape[1], (truth >= 0).sum(1, keepdim=True)
+    wide = pad(response, (0, truth.shape[1]), value=-2)
+    here = (sizes > 0).expand_as(response)  # positions at which the truth starts
     for place in range(truth.shape[1]):
         here = here & ((wide[:, place : place + width] == truth[:, place, None]) | (place >= sizes))
-    ends = torch.arange(width, device=said.device) + sizes
-    within = pad(torch.zeros_like(said), (0, 1 + truth.shape[1])).scatter_add(1, ends, here.long())
+    ends = torch.arange(width, device=response.device) + sizes
+    within = pad(torch.zeros_like(response), (0, 1 + truth.shape[1])).scatter_add(1, ends, here.long())
     return within.cumsum(1)[:, : width + 1] > 0
 
 

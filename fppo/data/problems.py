@@ -12,8 +12,9 @@ LONGEST = 1000  # characters of a problem, which may quote the data
 
 
 class Problems:
-    """The first `SHOWN` problems by text, of `LONGEST` characters at most, each with the first row or file that has it,
-    and the count of all."""
+    """A collection of problems with data, for one error message. It keeps the first `SHOWN` different texts, cut to
+    `LONGEST` characters, each with the first row or file that has it and the number of those. `count` is the number of
+    all problems, also of those not kept."""
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[str, int]] = {}  # by text: the first row or file, and the number of them
@@ -27,16 +28,16 @@ class Problems:
         if number or len(self._places) < SHOWN:
             self._places[text] = (first, number + 1)
 
-    def check(self, what: str) -> None:
-        """Raise DataError if any problem was noted; `what` names the rows in its message."""
+    def check(self, subject: str) -> None:
+        """Raise DataError if any problem was noted; `subject` names the rows in its message."""
         if self.count:
-            raise DataError(self, what)
+            raise DataError(self, subject)
 
-    def text(self, what: str) -> str:
-        """The text of an error about the rows `what`: the count, a line for each problem shown, and the number of
+    def text(self, subject: str) -> str:
+        """The text of an error about the rows `subject`: the count, a line for each problem shown, the number of
         others."""
         noun = "problem" if self.count == 1 else "problems"
-        return "\n  ".join([f"{self.count} {noun} in the {what}:", *self.lines(), *filter(None, [self.rest()])])
+        return "\n  ".join([f"{self.count} {noun} in the {subject}:", *self.lines(), *filter(None, [self.unshown()])])
 
     def merged_with(self, other: Problems) -> Problems:
         """The union of these problems and `other`."""
@@ -48,7 +49,7 @@ class Problems:
                 both._places[text] = (place, before + number)
         return both
 
-    def rest(self) -> str:
+    def unshown(self) -> str:
         """A note on the number of problems that are not shown; empty if all are."""
         left = self.count - sum(number for _, number in self._places.values())
         return f"and {left} more" if left else ""
@@ -63,9 +64,9 @@ class Problems:
 class DataError(ValueError):
     """The error that carries the problems of a data set's rows."""
 
-    def __init__(self, problems: Problems, what: str) -> None:
-        super().__init__(problems.text(what))
-        self.problems, self.what = problems, what
+    def __init__(self, problems: Problems, subject: str) -> None:
+        super().__init__(problems.text(subject))
+        self.problems, self.subject = problems, subject
 
 
 class FieldError(ValueError):
@@ -82,8 +83,8 @@ def lines_of(error: Exception) -> list[str]:
         return [*error.lines]
     if not isinstance(error, DataError):
         return [str(error)]
-    lines, rest = list(error.problems.lines()), error.problems.rest()
-    return [*lines[:-1], f"{lines[-1]}; {rest} in the {error.what}"] if rest else lines
+    lines, rest = list(error.problems.lines()), error.problems.unshown()
+    return [*lines[:-1], f"{lines[-1]}; {rest} in the {error.subject}"] if rest else lines
 
 
 def together(errors: Sequence[Exception]) -> list[Exception]:
@@ -91,19 +92,19 @@ def together(errors: Sequence[Exception]) -> list[Exception]:
     left: list[Exception] = []
     for error in errors:
         for place, other in enumerate(left):
-            if isinstance(error, DataError) and isinstance(other, DataError) and error.what == other.what:
+            if isinstance(error, DataError) and isinstance(other, DataError) and error.subject == other.subject:
                 if str(other) != str(error):  # equal texts are of the same rows
-                    left[place] = DataError(other.problems.merged_with(error.problems), other.what)
+                    left[place] = DataError(other.problems.merged_with(error.problems), other.subject)
                 break
         else:
             left.append(error)
     return left
 
 
-def fail(texts: Sequence[str], what: str) -> None:
-    """Raise a DataError about `what` that names the first `SHOWN` of the problems `texts` and counts all; do nothing
-    without problems."""
+def fail(texts: Sequence[str], subject: str) -> None:
+    """Raise a DataError about the rows `subject` that names the first `SHOWN` of the problems `texts` and counts all;
+    do nothing without problems."""
     problems = Problems()
     for text in texts:
         problems.add(text)
-    problems.check(what)
+    problems.check(subject)

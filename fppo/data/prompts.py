@@ -132,7 +132,7 @@ def collate(prompts: PromptSet, indices: Sequence[int], *, width: int | None = N
 
 
 def check_tokens(prompts: PromptSet, vocabulary_size: int) -> None:
-    """Raise ValueError for token ids, padding included, that are not below `vocabulary_size`, the rows of a model's
+    """Raise ValueError for token ids, padding included, not below `vocabulary_size`, the rows of a model's
     embedding."""
     problems = Problems()
     if not 0 <= (pad := prompts.pad_token_id) < vocabulary_size:

@@ -52,10 +52,10 @@ def read_rows(
     *,
     split: str = "train",
     stream: int | None = None,
-    most: int | None = None,
+    max_rows: int | None = None,
     problems: Problems | None = None,
 ) -> list[Row]:
-    """Read the rows of all `paths`, in order, or the first `most` of them.
+    """Read the rows of all `paths`, in order, or the first `max_rows` of them.
 
     A path is a jsonl, json (an array of objects, or lines), csv (its first line names the fields, which are texts) or
     parquet file; a directory that the datasets library saved or can read; or the name of a data set, as
@@ -65,7 +65,7 @@ def read_rows(
     """
     many = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     noted = Problems() if problems is None else problems
-    rows = [*itertools.islice((row for path in many for row in _read(path, split, stream, noted)), most)]
+    rows = [*itertools.islice((row for path in many for row in _read(path, split, stream, noted)), max_rows)]
     if problems is None:
         noted.check("data")
     if not rows and not noted.count:

@@ -28,8 +28,8 @@ class StopTexts:
         return self.pieces[token] if token < len(self.pieces) else b""
 
     def end(self, tokens: Sequence[int]) -> tuple[int, str] | None:
-        """The number of tokens up to and including the first that completes a stop text, and that text; None if none
-        does."""
+        """The number of tokens up to and including the first that completes a stop text, and that text; None without
+        one."""
         pieces = [self.piece(token) for token in tokens]
         whole = b"".join(pieces)
         ends = [(place + len(text), text) for text in self.texts if (place := whole.find(text)) >= 0]

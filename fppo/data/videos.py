@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ class Clip(NamedTuple):
 
 
 class _OpenVideo(NamedTuple):
-    """An opened video. `fps` is None without times of frames."""
+    """An opened video of `total` frames. `fps` is None without times of frames."""
 
     total: int
     fps: float | None
@@ -195,7 +195,7 @@ def _decoded(video: Path | bytes, picker: FramePicker) -> _OpenVideo:
     """A video file read by a decoder library: its picked frames at once, since decoders sample while they read."""
     if isinstance(video, Path) and not video.is_file():
         raise FileNotFoundError(f"[Errno 2] No such file or directory: '{video}'")
-    backend = next((name for name, module in DECODERS.items() if find_spec(module) is not None), None)
+    backend = next((name for name, module in DECODERS.items() if importlib.util.find_spec(module) is not None), None)
     if backend is None:
         raise ValueError(
             "no library to read video files is installed: pip install 'fppo[videos]' (PyAV), or torchcodec, "

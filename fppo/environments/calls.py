@@ -22,6 +22,16 @@ from fppo.workers.sample import LONGEST_NAME, NAMED, Sample, number_of
 CALL = "call"  # the key under which a worker's sample holds the arguments of a call
 
 
+class PlayerCall(NamedTuple):
+    """A call of a player, the environment, tool or game that answers the policy's turns: a row and a seed begin an
+    episode, a state and the policy's reply continue one."""
+
+    row: Mapping[str, Any] | None = None
+    seed: int = 0
+    state: Any = None
+    reply: Reply | None = None  # None: the call begins an episode
+
+
 class PlayedStep(NamedTuple):
     """The result of a call: a step with a pickled state, or a failure in its place."""
 
@@ -61,7 +71,7 @@ class EnvironmentCall:
             if reply is None:
                 result = self.environment.reset(row, seed)
             else:
-                result = self.environment.step(pickle.loads(base64.b64decode(state)), Reply(*reply))
+                result = self.environment.step(pickle.loads(base64.b64decode(state)), reply)
         kind = Begin if reply is None else Step
         return _later(result, kind, row) if inspect.isawaitable(result) else _packed(result, kind)
 
@@ -115,15 +125,15 @@ def _played(result: Any, kind: type[Begin] | type[Step]) -> tuple[Any, ...]:
     return state, list(step.messages), reward, bool(step.done), info
 
 
-def _info(info: Any, what: str) -> dict[str, float]:
-    """Check the numbers of a step by name. Raises ValueError, beginning with `what`, unless `info` maps at most `NAMED`
-    short names to numbers."""
+def _info(info: Any, prefix: str) -> dict[str, float]:
+    """Check the numbers of a step by name. Raises ValueError, beginning with `prefix`, unless `info` maps at most
+    `NAMED` short names to numbers."""
     if not isinstance(info, Mapping):
-        raise ValueError(f"{what} info = {shown(info)}, no table of numbers")
+        raise ValueError(f"{prefix} info = {shown(info)}, no table of numbers")
     if len(info) > NAMED or any(not isinstance(name, str) or len(name) > LONGEST_NAME for name in info):
         most = f"at most {NAMED} numbers, named in texts of at most {LONGEST_NAME} characters, become metrics"
-        raise ValueError(f"{what} {len(info):,} numbers in info, {shown([*islice(info, 3)])}, ...; {most}")
-    return {name: _number(x, f"{what} info[{name!r}] =") for name, x in info.items()}
+        raise ValueError(f"{prefix} {len(info):,} numbers in info, {shown([*islice(info, 3)])}, ...; {most}")
+    return {name: _number(x, f"{prefix} info[{name!r}] =") for name, x in info.items()}
 
 
 def is_flag(value: Any) -> bool:
@@ -131,11 +141,11 @@ def is_flag(value: Any) -> bool:
     return type(value).__name__ in ("bool", "bool_")
 
 
-def _number(value: Any, what: str) -> float:
+def _number(value: Any, prefix: str) -> float:
     number = number_of(value)
     if number is None:
         wrong = "; give a finite number" if isinstance(value, int | float) else ", no number"
-        raise ValueError(f"{what} {shown(value)}{wrong}")
+        raise ValueError(f"{prefix} {shown(value)}{wrong}")
     return number
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol
@@ -58,6 +59,8 @@ def cluster(name: str) -> AbstractContextManager[Cluster]:
     return ThisMachine() if name == "processes" else RayCluster(name)
 
 
+OpenCluster = Callable[[str], AbstractContextManager[Cluster]]
+
 _LEAST = 1e-6  # tolerance in shares of a GPU: three thirds are one
 
 
@@ -68,15 +71,15 @@ class Gpus:
         self.count = count
         self._free = [1.0] * count
 
-    def deal(self, ranks: int, each: float) -> list[tuple[int, ...]]:
-        """Assign GPUs to ranks, `each` of them per rank, or a share of one. Raises ValueError if there are too few."""
+    def deal(self, ranks: int, per_rank: float) -> list[tuple[int, ...]]:
+        """Assign GPUs to ranks, `per_rank` per rank, or a share of one. Raises ValueError if there are too few."""
         free, dealt = list(self._free), list[tuple[int, ...]]()
-        need, share = math.ceil(each), each if each < 1 else 1.0
+        need, share = math.ceil(per_rank), per_rank if per_rank < 1 else 1.0
         for _ in range(ranks):
             own = [gpu for gpu, left in enumerate(free) if left >= share - _LEAST][:need]
             if len(own) < need:
                 left = ", ".join(f"{x:g} of GPU {gpu}" for gpu, x in enumerate(self._free) if x > _LEAST)
-                text = f"{ranks} ranks need {each:g} GPUs each; free of the {self.count} here: "
+                text = f"{ranks} ranks need {per_rank:g} GPUs each; free of the {self.count} here: "
                 raise ValueError(f"{text}{left or 'nothing'}; give fewer ranks, or less of a GPU")
             for gpu in own:
                 free[gpu] -= share

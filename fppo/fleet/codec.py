@@ -50,12 +50,12 @@ class _Alike:
 
 @attrs.frozen
 class PackedTree:
-    """A tree without its large tensors, which are sent separately."""
+    """A tree without its large tensors, which are sent separately: outline, plain values, handles, small tensors."""
 
     outline: Outline
     kinds: bytes  # the kind of each leaf
     plain: list[Any]  # leaves that are neither tensors nor handles
-    held: list[Run]
+    handles: list[Run]
     small: list[_Alike]
     bytes: np.ndarray  # uint8 [N], the bytes of all small tensors
     large: list[tuple[int, torch.dtype, tuple[int, ...]]]  # index among all tensors, dtype, shape
@@ -65,14 +65,14 @@ class PackedTree:
         """The call, part and leaf of the handle that is the tree's first leaf; None if that is no handle."""
         if self.kinds[0] != _HELD:
             return None
-        call, part, leaves = self.held[0]
+        call, part, leaves = self.handles[0]
         return call, part, leaves[0]
 
 
 def pack(tree: Any, check: Callable[[Lease], None] = lambda _: None) -> tuple[PackedTree, list[Tensor]]:
     """Pack a tree; return it and its large tensors, which are not copied. `check` is called with the lease of each
     handle, and raises an error if the handle is forbidden."""
-    outline, leaves = taken_apart(tree)
+    outline, leaves = flatten(tree)
     types = list(map(type, leaves))
     kind_of = {x: _HELD if issubclass(x, Held) else _TENSOR if issubclass(x, Tensor) else _PLAIN for x in set(types)}
     kinds = bytes(map(kind_of.__getitem__, types))
@@ -90,7 +90,7 @@ def pack(tree: Any, check: Callable[[Lease], None] = lambda _: None) -> tuple[Pa
         outline,
         kinds,
         plain=_of_kind(leaves, kinds, _PLAIN),
-        held=_runs(_of_kind(leaves, kinds, _HELD), check),
+        handles=_runs(_of_kind(leaves, kinds, _HELD), check),
         small=[_Alike(places, dtype, tuple(shape)) for (_, dtype, shape), places in alike],
         bytes=torch.cat(_on_host(parts)).numpy() if parts else np.empty(0, np.uint8),
         large=[(place, tensors[place].dtype, tuple(tensors[place].shape)) for place in large],
@@ -98,10 +98,10 @@ def pack(tree: Any, check: Callable[[Lease], None] = lambda _: None) -> tuple[Pa
     return packed, [tensors[place] for place in large]
 
 
-def _runs(held: Iterable[Held], check: Callable[[Lease], None]) -> list[Run]:
+def _runs(handles: Iterable[Held], check: Callable[[Lease], None]) -> list[Run]:
     """Encode handles as runs, in the form in which messages name them. `check` is called with the lease of each run."""
     found: list[Run] = []
-    for lease, each in groupby(held, attrgetter("lease")):
+    for lease, each in groupby(handles, attrgetter("lease")):
         check(lease)
         leaves = list(map(attrgetter("leaf"), each))
         every = range(leaves[0], leaves[0] + len(leaves))
@@ -129,12 +129,12 @@ def tree_of(
     tensors: Iterable[Tensor],
     *,
     plain: Callable[[Any], Any] = lambda x: x,
-    held: Callable[[list[Run]], Iterable[Any]] = lambda _: (),
+    values_of: Callable[[list[Run]], Iterable[Any]] = lambda _: (),
 ) -> Any:
-    """Rebuild a tree from its tensors. `held` returns the values of runs of handles; `plain` converts each leaf that is
-    neither a tensor nor a handle."""
-    leaves = iter(map(plain, packed.plain)), iter(tensors), iter(held(packed.held))
-    return put_together(packed.outline, map(next, map(leaves.__getitem__, packed.kinds)))
+    """Rebuild a tree from its tensors. `values_of` returns the values of runs of handles; `plain` converts each leaf
+    that is neither a tensor nor a handle."""
+    leaves = iter(map(plain, packed.plain)), iter(tensors), iter(values_of(packed.handles))
+    return unflatten(packed.outline, map(next, map(leaves.__getitem__, packed.kinds)))
 
 
 def array_of(x: Tensor) -> np.ndarray:
@@ -189,13 +189,13 @@ def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(found.values())
 
 
-def taken_apart(tree: Any) -> tuple[Outline, list[Any]]:
+def flatten(tree: Any) -> tuple[Outline, list[Any]]:
     """Split a tree into its outline and its leaves, the same leaves in the same order as torch's pytrees."""
     leaves: list[Any] = []
     return _outline(tree, leaves), leaves
 
 
-def put_together(outline: Outline, leaves: Iterable[Any]) -> Any:
+def unflatten(outline: Outline, leaves: Iterable[Any]) -> Any:
     """Rebuild a tree from its outline and leaves."""
     return _tree(outline, iter(leaves))
 

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fppo.fleet.codec import CPU, PackedTree, pack, put_together, tensors_of, tree_of
+from fppo.fleet.codec import CPU, PackedTree, pack, tensors_of, tree_of, unflatten
 from fppo.fleet.held import HERE, Here, Lease, handles
 from fppo.fleet.rank import PATIENCE, RankReply, RankRequest, Stayed, Stays
 from fppo.runtime.clock import ProcessClock
 from fppo.runtime.restarts import Lost
 
-GRACE = 5.0  # seconds in which the other ranks may finish a call that failed on one of them
+_GRACE = 5.0
 _LOOK = 1.0  # longest sleep in seconds between two checks of the clock
 _CALLS = 4096  # number of recent calls whose records are kept until they are queried
 
@@ -47,8 +47,8 @@ RankTimes = tuple[tuple[float, float], ...]  # the start and seconds of each ran
 
 @attrs.frozen
 class Call:
-    """The times of a call in seconds, by `time.perf_counter` of the controller, and the bytes of its arguments
-    (`there`) and results (`back`)."""
+    """The times of the call `label` in seconds, by `time.perf_counter` of the controller, and the bytes of its
+    arguments (`there`) and results (`back`)."""
 
     group: str
     label: str
@@ -70,7 +70,8 @@ class Ranks(Protocol):
         ...
 
     def send(self, request: RankRequest, large: Sequence[Tensor]) -> list[Future[RankReply]]:
-        """Send a call to every rank, after earlier calls. A future fails with RankLost if its rank is lost."""
+        """Send a call, with the `large` tensors of its arguments, to every rank, after earlier calls. A future fails
+        with RankLost if its rank is lost."""
         ...
 
     def stop(self) -> None:
@@ -112,15 +113,26 @@ class Group:
     placed on the controller's `device`.
 
     A call that takes more than `patience` seconds ends the group, and so does the loss of a rank. When a call fails on
-    one rank, the others may wait for it: the group ends unless they are done within `GRACE` seconds.
+    one rank, the others may wait for it: the group ends unless they are done within `grace` seconds. Every rank calls
+    `begin` whenever it has started.
     """
 
-    def __init__(self, name: str, ranks: Ranks, *, patience: float = PATIENCE, device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        name: str,
+        ranks: Ranks,
+        *,
+        patience: float = PATIENCE,
+        grace: float = _GRACE,
+        device: torch.device = CPU,
+        begin: Callable[[], None] | None = None,
+    ) -> None:
         self.name, self.device, self.life, self.places = name, device, 0, list[str]()
-        self._ranks, self._patience = ranks, patience
+        self._ranks, self._patience, self._grace = ranks, patience, grace
         self._calls, self._forget, self._lock = 0, list[tuple[int, int]](), threading.Lock()
         self._lost: str | None = "it has not been started"
         self._made: deque[Call] = deque(maxlen=_CALLS)
+        self._on_start = begin
 
     def __enter__(self) -> Group:
         self.start()
@@ -139,8 +151,7 @@ class Group:
         return self._ranks.count
 
     def start(self) -> None:
-        """Start all ranks, or restart them, which loses the values that they held. Raises GroupDied if they do not
-        start."""
+        """Start all ranks, or restart them, which loses their values. Raises GroupDied if they do not start."""
         self._ranks.stop()
         self.life += 1
         self._forget.clear()
@@ -150,6 +161,8 @@ class Group:
             self._end(str(error))
             raise GroupDied(self.name, f"group {self.name!r} did not start: {error}", again=error.again) from error
         self._lost = None
+        if self._on_start is not None:
+            self.call(self._on_start, label="begin")
 
     def call(
         self,
@@ -194,8 +207,9 @@ class Group:
     def _begin(
         self, packed: PackedTree, large: Sequence[Tensor], stays: Stays, label: str, on_host: bool, *, streams: bool
     ) -> tuple[int, list[Future[RankReply]]]:
-        """Send a call to all ranks. Values whose handles have died since the last call are freed with it. Returns the
-        call's number, and a future of each rank's reply."""
+        """Send a call to all ranks: its function and arguments, `packed` and with the `large` tensors apart, options as
+        of `call`, and whether the function `streams` items. Values whose handles have died since the last call are
+        freed with it. Returns the call's number, and a future of each rank's reply."""
         with self._lock:  # calls from several threads must reach all ranks in one order, or their collectives deadlock
             self._check_alive(label)
             self._calls += 1
@@ -211,8 +225,9 @@ class Group:
         patience: float,
         on_item: Callable[[Any], None] | None,
     ) -> tuple[Any, RankTimes, int]:
-        """Wait for call number `number`, and give each item of a stream to `on_item`. Returns the result, the times of
-        each rank's work, and the bytes that came back."""
+        """Wait at most `patience` seconds for call number `number`, or for each item of its stream, which `on_item`
+        gets. `sent` are the futures of the ranks' replies; errors name the call by `label`. Returns the result, the
+        times of each rank's work, and the bytes that came back."""
         back = 0
 
         def value_of(reply: RankReply) -> Any:
@@ -248,7 +263,7 @@ class Group:
         lease = Lease(self.name, self.life, call, stayed.part, self.device)
         weakref.finalize(lease, _forget, self._forget, self.life, self, (call, stayed.part))
         leaves = iter(stayed.plain), iter(handles(lease, sum(stayed.here)))
-        return put_together(stayed.outline, map(next, map(leaves.__getitem__, stayed.here)))
+        return unflatten(stayed.outline, map(next, map(leaves.__getitem__, stayed.here)))
 
     def _check_alive(self, label: str) -> None:
         if self._lost is not None:
@@ -257,8 +272,9 @@ class Group:
     def _first(
         self, sent: list[Future[RankReply]], label: str, patience: float, on_part: Callable[[RankReply], None]
     ) -> tuple[RankReply, RankTimes]:
-        """Wait for the replies of all ranks. Returns the first rank's last reply, and the times of each rank's work.
-        `on_part` is called with each earlier reply of a stream."""
+        """Wait for the futures `sent` of the replies of all ranks, at most `patience` seconds, or so many for each
+        reply of a stream. Returns the first rank's last reply, and the times of each rank's work. `on_part` is called
+        with each earlier reply of a stream; errors name the call by `label`."""
         came: dict[int, tuple[float, RankReply]] = {}
         failed: tuple[int, RankReply | RankLost] | None = None
         waiting, clock = {future: rank for rank, future in enumerate(sent)}, ProcessClock(2 * _LOOK)
@@ -273,11 +289,11 @@ class Group:
                 lost = isinstance(reply, RankLost)
                 if lost or reply.error is not None:
                     if failed is None:
-                        deadline = clock.now() + GRACE
+                        deadline = clock.now() + self._grace
                     if failed is None or (lost and not isinstance(failed[1], RankLost)):
                         failed = rank, reply  # the other ranks' errors follow from the loss of this one
-                elif reply.rest is not None:
-                    waiting[reply.rest] = rank
+                elif reply.next_reply is not None:
+                    waiting[reply.next_reply] = rank
                     on_part(reply)
                     deadline = deadline if failed else clock.now() + patience
                 else:
@@ -290,16 +306,16 @@ class Group:
             raise self._died(f"{label} was not done after {patience:g} s on {silent}", silent=True)
         raise self._error_of(*failed, label, waited=bool(waiting))
 
-    def _error_of(self, rank: int, what: RankReply | RankLost, label: str, *, waited: bool) -> BaseException:
+    def _error_of(self, rank: int, failure: RankReply | RankLost, label: str, *, waited: bool) -> BaseException:
         """Make the error of a call that failed on a rank. The group ends if the rank is lost, or if other ranks are
         still in the call (`waited`)."""
-        if isinstance(what, RankLost):
-            return self._died(f"{self._names([rank])} was lost in {label}: {what}")
+        if isinstance(failure, RankLost):
+            return self._died(f"{self._names([rank])} was lost in {label}: {failure}")
         if waited:
             self._end(f"{label} failed on rank {rank}, and the others waited for it")
-        assert what.error is not None
-        error = pickle.loads(what.error)
-        error.add_note(f"in {label}, on {self._names([rank])} of group {self.name!r}\n{what.trace}")
+        assert failure.error is not None
+        error = pickle.loads(failure.error)
+        error.add_note(f"in {label}, on {self._names([rank])} of group {self.name!r}\n{failure.trace}")
         return error
 
     def _names(self, ranks: Sequence[int]) -> str:
@@ -309,13 +325,13 @@ class Group:
         self._end(text)
         return GroupDied(self.name, f"group {self.name!r}: {text}", silent=silent)
 
-    def _end(self, why: str) -> None:
-        self._lost = why
+    def _end(self, reason: str) -> None:
+        self._lost = reason
         self._ranks.stop()
 
 
 def _num_bytes(packed: PackedTree, large: Sequence[Tensor] | Sequence[np.ndarray]) -> int:
-    """The bytes of a tree's tensors."""
+    """The bytes of a tree's tensors, those in `packed` and the `large` ones."""
     return packed.bytes.nbytes + sum(x.nbytes for x in large)
 
 

@@ -48,7 +48,7 @@ class Lease:
 
 @attrs.frozen
 class Held(Away):
-    """A handle: a leaf in place of a value that each rank of a group holds, the rank's own part of one call's result.
+    """A handle: a leaf in place of a value on each rank of a group, its own part of one call's result (`lease`).
 
     Handles are immutable, and are passed on as the values would be. The values are freed with the last handle.
     """

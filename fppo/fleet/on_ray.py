@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -52,10 +52,12 @@ class RayCluster:
     """A context in a Ray cluster: a new one on this machine ("local"), or the one at an address. A process that has
     joined a cluster already stays in it. The address is never guessed.
 
-    Raises ValueError without Ray, and if there is no cluster at the address.
+    `make_rank` makes the `Rank` of each actor. Raises ValueError without Ray, and if there is no cluster at the
+    address.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, make_rank: Callable[[], Rank] = Rank) -> None:
+        self._make_rank = make_rank
         self._ray, self._joins = joined(address)
         self._sent: Sent[Any] = Sent(lambda arrays: [self._ray.put(x) for x in arrays])
         self._fixed = address == "local"  # such a cluster gets no further nodes
@@ -69,14 +71,16 @@ class RayCluster:
 
     def ranks(self, spec: RankSpec | None = None) -> RayRanks:
         """Implement `Cluster.ranks`: ranks with a CPU each, placed near each other."""
-        return RayRanks(self._ray, self._sent, spec or RankSpec(), fixed=self._fixed)
+        return RayRanks(self._ray, self._sent, spec or RankSpec(), fixed=self._fixed, make_rank=self._make_rank)
 
 
 class RayRanks:
     """The ranks of a mesh as Ray actors, which end with the process that started them."""
 
-    def __init__(self, ray: Any, sent: Sent[Any], spec: RankSpec, *, fixed: bool) -> None:
-        self.count, self._fixed = spec.count, fixed
+    def __init__(
+        self, ray: Any, sent: Sent[Any], spec: RankSpec, *, fixed: bool, make_rank: Callable[[], Rank]
+    ) -> None:
+        self.count, self._fixed, self._make_rank = spec.count, fixed, make_rank
         self._ray, self._sent, self._spec = ray, sent, spec
         self._resources = {"CPU": 1.0, **({"GPU": spec.gpus} if spec.gpus else {})}
         self._room: Any = None
@@ -126,7 +130,7 @@ class RayRanks:
                 runtime_env={"env_vars": variables},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=i),
             )
-            .remote()
+            .remote(self._make_rank)
             for i in range(self.count)
         ]
         self._actors = actors
@@ -160,9 +164,9 @@ class RayRanks:
                 for ref in refs:
                     reply = self._ray.get(ref)
                     future.set_result(answer := reply.linked(reply.large))
-                    if answer.rest is None:
+                    if answer.next_reply is None:
                         return
-                    future = answer.rest
+                    future = answer.next_reply
                 raise RankLost("its replies ended before the call did")
             except Exception as error:
                 future.set_exception(self._lost(error))
@@ -202,8 +206,8 @@ class RayRanks:
 class _Actor:
     """A `Rank` in a Ray actor."""
 
-    def __init__(self) -> None:
-        self._rank = Rank()
+    def __init__(self, make_rank: Callable[[], Rank]) -> None:
+        self._rank = make_rank()
 
     def where(self) -> tuple[str, str, str, int]:
         """The node's address and id, its accelerators, and this process's id."""

@@ -164,9 +164,9 @@ class _Child:
             while lost is None:
                 reply, large = self._lane.receive()
                 future.set_result(answer := reply and reply.linked(large))
-                if not (reply and reply.more):
+                if not (reply and reply.has_next):
                     return False, None
-                future = answer.rest
+                future = answer.next_reply
                 del reply, large, answer
         except (EOFError, OSError):
             self.process.join()
@@ -216,8 +216,7 @@ class _Python:
 
 
 def serve(descriptor: str, parent: str) -> None:
-    """Serve as a rank in a new Python interpreter, over the connection with this descriptor, until process `parent`
-    ends."""
+    """Serve as a rank in a new Python interpreter, over the connection with this descriptor, until `parent` ends."""
     end_with(int(parent))
     _serve(Connection(int(descriptor)), None)
 

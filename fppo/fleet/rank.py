@@ -7,8 +7,9 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from itertools import compress
 from typing import Any
 
@@ -18,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fppo import tree
+from fppo import devices, tree
 from fppo._errors import no_exit
-from fppo.fleet.codec import CPU, Outline, PackedTree, Run, array_of, pack, taken_apart, tensors_of, tree_of
+from fppo.fleet.codec import CPU, Outline, PackedTree, Run, array_of, flatten, pack, tensors_of, tree_of
 from fppo.fleet.held import HERE, Apart, Here
 from fppo.runtime import launch
 from fppo.runtime.launch import Place
-from fppo.runtime.mesh import Sharding
+from fppo.runtime.mesh import LOCAL, Mesh, Sharding
 from fppo.runtime.stores import TOKEN, listening
 
 PATIENCE = 600.0  # seconds that a call may take
@@ -52,7 +53,8 @@ class _Own:
 
 @attrs.frozen
 class RankRequest:
-    """A call of a function on a rank: `packed` is (fn, args, kwargs)."""
+    """A call of a function on a rank: `packed` is (fn, args, kwargs), `stays` the numbers of results to keep there,
+    `number` that of the call."""
 
     number: int
     packed: PackedTree
@@ -65,20 +67,21 @@ class RankRequest:
 
 @attrs.frozen
 class RankReply:
-    """The outcome of a call. Only the first rank sends results. Each item of a stream is a reply of its own, whose
-    `rest` is a future of the next reply."""
+    """The outcome of a call: `packed` results and their `large` tensors, or an error. Only the first rank sends
+    results. Each item of a stream is a reply of its own, whose `next_reply` is a future."""
 
     packed: PackedTree | None
     large: list[np.ndarray]
     seconds: float
     error: bytes | None = None  # a pickled exception
     trace: str = ""
-    more: bool = False  # whether another reply follows
-    rest: Future[RankReply] | None = None
+    has_next: bool = False  # whether another reply follows
+    next_reply: Future[RankReply] | None = None
 
     def linked(self, large: list[np.ndarray]) -> RankReply:
-        """Copy the reply with its `large` tensors and, if another reply follows, a new future for it in `rest`."""
-        return attrs.evolve(self, large=large, rest=Future() if self.more else None)
+        """Copy the reply with its `large` tensors and, if another reply follows, a new future for it in
+        `next_reply`."""
+        return attrs.evolve(self, large=large, next_reply=Future() if self.has_next else None)
 
 
 @attrs.frozen(kw_only=True)
@@ -87,8 +90,8 @@ class RankSpec:
 
     `sizes` are the sizes of the mesh's axes, from the slowest; by default all ranks are on the shard axis. Each rank
     has this number of `gpus`, or a share of one, and sees no others; "cuda" as its `device` is the first of them.
-    Raises ValueError for ranks of one mesh that would share a GPU, which NCCL refuses, and for `gpus` above 1 that are
-    no whole number.
+    `virtual_stages` and `ring` are the mesh's. Raises ValueError for ranks of one mesh that would share a GPU, which
+    NCCL refuses, and for `gpus` above 1 that are no whole number.
     """
 
     count: int = 1
@@ -119,10 +122,34 @@ class Membership:
     token: str = ""  # prefix of the group's keys in the store
 
 
-class Rank:
-    """A process of a group, with the results that it holds, its mesh and its store."""
+@contextlib.contextmanager
+def join_mesh(member: Membership, address: tuple[str, int], device: torch.device) -> Iterator[Mesh]:
+    """Open the mesh of a group of several ranks, by the same code as ranks of torchrun."""
+    spec = member.spec
+    os.environ |= {
+        "MASTER_ADDR": address[0],
+        "MASTER_PORT": str(address[1]),
+        "RANK": str(member.rank),
+        "WORLD_SIZE": str(spec.count),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        TOKEN: member.token,
+    }
+    place = Place(member.rank, 0, spec.count, started=True)
+    sharding, stages = spec.sharding or Sharding(), spec.virtual_stages
+    joining = launch.joined(spec.sizes, place, device, timeout=spec.patience, sharding=sharding, virtual_stages=stages)
+    with joining as (mesh, _, _):
+        yield attrs.evolve(mesh, ring=spec.ring)
 
-    def __init__(self) -> None:
+
+JoinMesh = Callable[[Membership, tuple[str, int], torch.device], AbstractContextManager[Mesh]]
+
+
+class Rank:
+    """A process of a group, with the results that it holds, its mesh and its store; `join_mesh` opens the mesh of
+    several ranks."""
+
+    def __init__(self, join_mesh: JoinMesh = join_mesh) -> None:
+        self._join_mesh = join_mesh
         self._held: dict[tuple[int, int], list[Any]] = {}
         self._here = Here()
         self._looked: set[tuple[str, tuple[int, int, int] | None]] = (
@@ -141,42 +168,27 @@ class Rank:
         return self._store.port
 
     def join(self, member: Membership, address: tuple[str, int]) -> None:
-        """Join the group's mesh, by the same code as ranks of torchrun."""
+        """Join the group's mesh."""
         spec = member.spec
         torch.set_num_threads(spec.threads)
         device = torch.device(spec.device)
-        if device.type == "cuda":
-            device = torch.device("cuda", 0)
-            torch.cuda.set_device(device)
-        self._here = Here(device=device, rank=member.rank)
-        if spec.count == 1:
-            return
-        os.environ |= {
-            "MASTER_ADDR": address[0],
-            "MASTER_PORT": str(address[1]),
-            "RANK": str(member.rank),
-            "WORLD_SIZE": str(spec.count),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            TOKEN: member.token,
-        }
-        place = Place(member.rank, 0, spec.count, started=True)
-        sharding, stages = spec.sharding or Sharding(), spec.virtual_stages
-        joining = launch.joined(
-            spec.sizes, place, device, timeout=spec.patience, sharding=sharding, virtual_stages=stages
-        )
-        mesh, _, _ = self._open.enter_context(joining)
-        self._here = Here(attrs.evolve(mesh, ring=spec.ring), device, member.rank)
+        if devices.is_accelerator(device):
+            device = torch.device(device.type, 0)
+            torch.accelerator.set_device_index(device)
+        mesh = LOCAL if spec.count == 1 else self._open.enter_context(self._join_mesh(member, address, device))
+        self._here = Here(mesh, device, member.rank)
 
     def run(self, request: RankRequest, large: list[np.ndarray]) -> RankReply:
-        """Run a call and return its reply. An error of the function becomes a reply too."""
+        """Run a call, whose `large` tensors are arrays, and return its reply. An error of the function becomes a reply
+        too."""
         for key in request.forget:
             self._held.pop(key, None)
         start = time.perf_counter()
         try:
             with no_exit():
                 value = self._result(request, large)
-            if self._here.device.type == "cuda":
-                torch.cuda.synchronize(self._here.device)  # otherwise only the launch of GPU work would be timed
+            if devices.is_accelerator(self._here.device):
+                torch.accelerator.synchronize(self._here.device)  # otherwise only the launch of GPU work would be timed
             seconds = time.perf_counter() - start
             value = self._kept(request, value)
             if self._here.rank:
@@ -186,12 +198,13 @@ class Rank:
             return _failure(error, start)
 
     def stream(self, request: RankRequest, large: list[np.ndarray]) -> Iterator[RankReply]:
-        """Run a call that returns an iterator: yield a reply for each item, and a last one at the end."""
+        """Run a call that returns an iterator, with `large` as in `run`: yield a reply for each item, and a last
+        one."""
         start = time.perf_counter()
         try:
             with no_exit():
                 for item in self._result(request, large):
-                    yield attrs.evolve(_reply(item, time.perf_counter() - start), more=True)
+                    yield attrs.evolve(_reply(item, time.perf_counter() - start), has_next=True)
             yield _reply(None, time.perf_counter() - start)
         except Exception as error:
             yield _failure(error, start)
@@ -199,7 +212,9 @@ class Rank:
     def _result(self, request: RankRequest, large: list[np.ndarray]) -> Any:
         packed, device = request.packed, CPU if request.on_host else self._here.device
         tensors = tensors_of(packed, large, device=device)
-        fn, args, kwargs = tree_of(packed, tensors, plain=lambda x: self._here if x is HERE else x, held=self._values)
+        fn, args, kwargs = tree_of(
+            packed, tensors, plain=lambda x: self._here if x is HERE else x, values_of=self._values
+        )
         call = (request.label, packed.first)
         if call in self._looked:
             return fn(*args, **kwargs)
@@ -217,9 +232,9 @@ class Rank:
         self._looked.add(call)
         return value
 
-    def _values(self, held: Iterable[Run]) -> Iterator[Any]:
+    def _values(self, runs: Iterable[Run]) -> Iterator[Any]:
         """Yield the values kept on this rank for runs of handles (`codec.Run`), in order."""
-        for call, part, leaves in held:
+        for call, part, leaves in runs:
             own = self._held[call, part]
             yield from (own[leaf] for leaf in leaves)
 
@@ -242,7 +257,7 @@ class Rank:
     def _keep(self, call: int, part: int, value: Any) -> Stayed:
         if self._here.mesh["pipeline"].size > 1:
             value = pytree.tree_map(lambda x: Apart({"": _Own(x)}) if self._apart(x) else x, value, is_leaf=self._apart)
-        outline, leaves = taken_apart(value)
+        outline, leaves = flatten(value)
         types = list(map(type, leaves))
         stays = {kind: not issubclass(kind, PLAIN) for kind in set(types)}
         here = bytes(map(stays.__getitem__, types))

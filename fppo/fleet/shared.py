@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fppo import devices
+
 CPU = torch.device("cpu")
 _ALIGNED = 64
 _HEAD = struct.Struct("<BQQ")  # of a parcel: number of files, bytes of the message, bytes of the arrays
@@ -60,8 +62,8 @@ class Memory:
             pages = self._mapped(max(ends, default=0))
             for x, (_, start, size) in zip(parts, places, strict=True):
                 pages[start : start + size].copy_(torch.as_tensor(x), non_blocking=True)
-            for device in {x.device for x in parts if isinstance(x, Tensor) and x.is_cuda}:
-                torch.cuda.current_stream(device).synchronize()
+            for device in {x.device for x in parts if isinstance(x, Tensor)}:
+                devices.synchronize(device)
             return places
         for x, (_, start, _) in zip(parts, places, strict=True):
             rest = torch.as_tensor(x).numpy().data
@@ -83,7 +85,7 @@ class Memory:
             self._unpin()
             os.posix_fallocate(self.file, 0, size)
             self._pages = torch.from_file(f"/proc/self/fd/{self.file}", shared=True, size=size, dtype=torch.uint8)
-            if torch.cuda.is_initialized():
+            if (used := devices.in_use()) is not None and used.type == "cuda":
                 cuda: Any = torch.cuda.cudart()
                 torch.cuda.check_error(int(cuda.cudaHostRegister(self._pages.data_ptr(), size, 0)))
                 self._unpin = weakref.finalize(self, cuda.cudaHostUnregister, self._pages.data_ptr())
@@ -156,10 +158,10 @@ class PipeLane:
             for file in files:
                 os.close(file)
 
-    def _sent(self, data: bytes, beside: list[Any], files: list[int]) -> bool:
-        """Send one parcel: the pickled message `data`, the arrays or places `beside` it, and the open `files` of shared
+    def _sent(self, data: bytes, arrays: list[Any], files: list[int]) -> bool:
+        """Send one parcel: the pickled message `data`, its `arrays` or their places, and the open `files` of shared
         memory. Returns False if more files are in flight than the system allows."""
-        pickled = pickle.dumps(beside, pickle.HIGHEST_PROTOCOL) if beside else b""
+        pickled = pickle.dumps(arrays, pickle.HIGHEST_PROTOCOL) if arrays else b""
         whole = memoryview(b"".join((_HEAD.pack(len(files), len(data), len(pickled)), data, pickled)))
         begun = 0
         if files:

@@ -26,8 +26,8 @@ def words(dtype: torch.dtype) -> str:
 
 
 def apart(what: str, expected: Tensor, actual: Tensor, dtype: torch.dtype, slack: float = 1.0) -> str | None:
-    """Describe how two tensors differ by more than `slack` times the tolerance of `dtype` (for float16 the tolerance of
-    bfloat16); None if they do not."""
+    """Describe how two tensors, called `what`, differ by more than `slack` times the tolerance of `dtype` (for float16
+    the tolerance of bfloat16); None if they do not."""
     largest = max(1.0, expected.detach().abs().max().item()) if expected.numel() else 1.0
     tolerance = slack * TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
     reason = differ(what, expected, actual, tolerance * largest, relative=0.0)
@@ -76,7 +76,7 @@ def checked(dtypes: Sequence[torch.dtype]) -> tuple[torch.dtype, ...]:
 
 
 def named(output: str) -> str:
-    """The name of an output as messages write it."""
+    """The name of a kernel's output in messages: "the result" for "result", the output of a kernel with only one."""
     return "the result" if output == "result" else output
 
 
@@ -108,8 +108,8 @@ def example_of(
     width: int,
     seed: int,
 ) -> LawExample:
-    """Draw an example of `rows` and `width` on a device; the seed chooses one of the case `numbers` of `op.draw`, and
-    one of the dtypes."""
+    """Draw an example of `rows` and `width` on a device, with heads and hidden states of the width `wide` (None: as
+    `op.draw` has it); the seed chooses one of the case `numbers` of `op.draw`, and one of the dtypes."""
     assert op.draw is not None
     number, dtype = numbers[seed // len(dtypes)], dtypes[seed % len(dtypes)]
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + number)
@@ -127,3 +127,17 @@ class KernelLaw(NamedTuple):
 def bound(laws: Sequence[KernelLaw], op: Operation) -> list[Law]:
     """Bind laws to an operation."""
     return [Law(law.name, law.statement, partial(law.breach, op)) for law in laws]
+
+
+def frozen(name: str, leaves: Sequence[str]) -> KernelLaw:
+    """The law that the gradient by each of these leaves alone is the one beside those by all others."""
+
+    def breach(op: Operation, kernel: Kernel, example: LawExample, generator: torch.Generator) -> str | None:
+        whole = gradients(op, kernel, example)
+        for leaf in (x for x in leaves if x in whole):
+            (alone,) = gradients(op, kernel, example, (leaf,)).values()
+            if reason := apart(f"the gradient by {leaf} alone", whole[leaf], alone, alone.dtype):
+                return reason
+        return None
+
+    return KernelLaw(name, "a gradient does not depend on which arguments take one", breach)

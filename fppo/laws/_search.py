@@ -32,7 +32,8 @@ class LawViolation(AssertionError):
 
 
 class Law(NamedTuple):
-    """A law: `breach(fn, example, generator)` describes what is wrong on an example, or returns None.
+    """A law, in words its `statement`: `breach(fn, example, generator)` describes what is wrong on an example, or
+    returns None.
 
     `way_out` is an argument that turns the law off where it is not meant to hold. `mild` is a weaker form of `breach`:
     if it holds and the law does not, `verdicts` gives a note, which ends with the text `note`, instead of a fault.
@@ -47,7 +48,7 @@ class Law(NamedTuple):
 
 
 class Breach(NamedTuple):
-    """A description of a law's violation, with the example if the law has changed it."""
+    """The reason why an example breaks a law, with the example if the law has changed it."""
 
     reason: str
     example: LawExample
@@ -106,7 +107,7 @@ def nothing(fn: Callable, example: Any, generator: torch.Generator) -> None:
 
 
 def draw_mask(rows: int, width: int, seed: int, generator: torch.Generator) -> Tensor:
-    """Draw a mask [rows, width] of a kind that the seed chooses: full, ragged on the right, or with holes and empty
+    """Draw a mask [rows, width] of a kind chosen by the seed: full, ragged on the right, or with holes and empty
     rows."""
     kind = seed % 3
     if kind == 0:
@@ -157,8 +158,7 @@ def stain(example: LawExample, generator: torch.Generator) -> LawExample:
 
 
 def widen(x: Tensor, columns: int, fill: float = torch.nan) -> Tensor:
-    """Append `columns` of padding to a tensor [B, T, ...]: False in a mask, `fill` in numbers. A tensor [B] is
-    unchanged."""
+    """Append `columns` of padding to a tensor [B, T, ...]: False in a mask, `fill` in numbers; [B] is unchanged."""
     if x.dim() < 2:
         return x
     value = fill if x.is_floating_point() else 0
@@ -168,7 +168,7 @@ def widen(x: Tensor, columns: int, fill: float = torch.nan) -> Tensor:
 def differ(
     what: str, expected: Tensor, actual: Tensor, tolerance: float = 1e-9, relative: float | None = None
 ) -> str | None:
-    """Describe where two tensors differ most; None if they agree (NaN agrees with NaN).
+    """Describe where two tensors, called `what`, differ most; None if they agree (NaN agrees with NaN).
 
     They may differ by `tolerance` plus `relative` (by default the same number) times the expected number.
     """
@@ -201,8 +201,12 @@ def unchanged(example: LawExample, copy: LawExample) -> str | None:
 
 
 def impure(example: LawExample, call: Callable[[], Any], differ: Callable[[Any, Any], str | None]) -> str | None:
-    """Describe how a function changes its arguments or draws from torch's global generator, or how the results of two
-    equal calls by `call` differ; None if none of that happens."""
+    """Describe how a function is impure; None if it is not.
+
+    `call` runs the function on the arguments in `example`, and is run twice. Impure is a function that draws from
+    torch's global generator, changes `example`, or gives two results that differ. `differ(first, second)` returns a
+    text on the difference, or None if the results are equal.
+    """
     copy, state = example.map(torch.clone), torch.get_rng_state()
     first = call()
     if not torch.equal(state, torch.get_rng_state()):
@@ -274,7 +278,7 @@ def raised(error: Exception) -> str:
 
 
 def first_breach(fn: Callable, law: Law, examples: Sequence[tuple[int, LawExample]]) -> tuple[str, Breach] | None:
-    """Find the first example that breaks the law, and return its size in words and the breach; None if none breaks
+    """Find the first example that breaks the law; return its size in words and the breach, or None if none breaks
     it."""
     for seed, example in examples:
         try:

@@ -19,7 +19,7 @@ STATE = ("parameter", "first moment", "second moment")
 
 
 class AdamWScalars(NamedTuple):
-    """Scalars of a step."""
+    """Scalars of a step of AdamW; with `lr_tensor` the rate is a 0-d tensor."""
 
     lr: float = 0.1
     betas: tuple[float, float] = (0.9, 0.999)

@@ -89,7 +89,9 @@ def calls_of(
     op: Operation, kernel: Kernel, model: Model, *, temperature: float, longest: int | None, dtype: torch.dtype
 ) -> list[KernelCall]:
     """The calls of an operation by a small instance of a model, one of each kind; none if the model's code has no place
-    for the operation. If `kernel` is an attention that supports shared prompts, there are calls with such prompts."""
+    for the operation. If `kernel` is an attention that supports shared prompts, there are calls with such prompts.
+    If every window of the model holds `longest` tokens, the length of the longest row, calls have no window that hides
+    any."""
     if op.name in INSIDE and not models.has_place(model.text_of(model.skeleton), op.name):
         return []
     probe, calls = make_probe(model, heads=_HEADS), list[KernelCall]()

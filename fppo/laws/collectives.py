@@ -1,5 +1,4 @@
-"""Laws of collectives: each equals its definition over the list of all ranks' tensors, and its gradient the
-transpose."""
+"""Laws of collectives: each equals its definition over the list of all ranks' tensors, its gradient the transpose."""
 
 from __future__ import annotations
 
@@ -128,8 +127,8 @@ def _cotangents(like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _first(what: str, expected: Sequence[Tensor], actual: Sequence[Tensor]) -> str | None:
-    """Describe the first rank whose tensor is not bit-equal to the expected one; None if all are. (Examples hold small
-    integers, so nothing is rounded.)"""
+    """Describe the first rank whose `actual` tensor, named `what`, is not bit-equal to the expected one; None if all
+    are. (Examples hold small integers, so nothing is rounded.)"""
     for rank, (a, b) in enumerate(zip(expected, actual, strict=True)):
         if a.dtype != b.dtype:
             return f"{what} on rank {rank} has the dtype {words(b.dtype)}, expected {words(a.dtype)}"
@@ -237,7 +236,8 @@ def _laws(name: str) -> list[Law]:
 
 
 def _example(name: str, ranks: int, width: int, seed: int) -> LawExample:
-    """Draw small integers, whose sums are exact in every dtype, in three dimensions that the ranks divide."""
+    """Draw an input for collective `name`: small integers, exactly summed in every dtype, in dimensions that grow with
+    `width` and that the ranks divide. `seed` also numbers the case: dtype, strides and keywords."""
     generator = torch.Generator().manual_seed(1000 * ranks + 100 * width + seed)
     case, dtype = divmod(seed, len(DTYPES))
     shape = (ranks, ranks * width, ranks * (1 + case % 2), ranks)

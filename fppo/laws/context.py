@@ -1,5 +1,4 @@
-"""Laws of attention over a row that is dealt to ranks: values and gradients equal those of attention over the whole
-row."""
+"""Laws of attention over a row dealt to ranks: values and gradients equal those of attention over the whole row."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ TOLERANCE = 1e-12  # float64, relative to the larger of 1 and the number
 
 
 def _on_ranks(attend: Callable, attention: Callable, example: LawExample) -> list[tuple[Tensor, Leaves]]:
-    """Run a dealt row on every rank of a simulated mesh. Returns, for every rank, the whole row's result, gathered, and
-    the rank's share of the gradients."""
+    """Run a dealt row by `attend(deal, axis)` on every rank of a simulated mesh; `attention` is not used. Returns, for
+    every rank, the whole row's result, gathered, and the rank's share of the gradients."""
     lengths, keywords = _keywords(example)
     ranks, blocks = (int(example.extras[name]) for name in ("ranks", "blocks"))
     dealt = deal(lengths.lengths, ranks, blocks=blocks, window=keywords.get("window"))

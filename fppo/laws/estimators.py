@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fppo.laws import _rows
 from fppo.laws._kernels import TOLERANCES, checked, words
+from fppo.laws._rows import FINITE_NOTE, BatchOutcome, outcomes_differ
 from fppo.laws._search import (
     Breach,
     Law,
@@ -21,20 +23,13 @@ from fppo.laws._search import (
     differ,
     draw_mask,
     fn_name,
-    impure,
     normal,
     nothing,
     short,
-    spoil,
-    stain,
-    widen,
 )
 
 Tensors = tuple[Tensor, ...]
-GARBAGE_TEXT = "what stands where the mask is False changes no bit"
-PADDING_TEXT = "columns outside the mask change nothing"
-ZERO_TEXT = "the result is exactly 0 where the mask is False"
-FINITE_NOTE = "finite numbers there change nothing where the mask is True"
+Results = Callable[[Callable, LawExample], Tensors]
 NEAR = 1e-5  # the effect on an advantage of a small number in the reference's denominator
 LARGE = 16  # rows of the largest group of equal rewards in float32
 ROUNDING = 1e-3  # advantages below this are rounding errors
@@ -46,19 +41,15 @@ def call(fn: Callable, example: LawExample) -> Tensors:
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
-def results_differ(expected: Tensors, actual: Tensors, tolerance: float | None = None) -> str | None:
-    """Describe where results differ by more than `tolerance` (None: the tolerance of their dtype); None if they do
-    not."""
-    names = ("the advantages", "the returns") if len(expected) > 1 else ("the result",)
-    for name, a, b in zip(names, expected, actual, strict=True):
-        if reason := differ(name, a, b, TOLERANCES.get(a.dtype, 0.0) if tolerance is None else tolerance):
-            return reason
-    return None
+def outcome_of(results: Tensors) -> BatchOutcome:
+    """Name the results of an estimator."""
+    names = ("the advantages", "the returns") if len(results) > 1 else ("the result",)
+    return BatchOutcome(dict(zip(names, results, strict=True)))
 
 
-def _shape(fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
+def _shape(results: Results, fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     dtype = example.weights.dtype
-    for result in call(fn, example):
+    for result in results(fn, example):
         if result.shape != example.mask.shape:
             return f"it returned a shape {list(result.shape)}, expected [B, T] = {list(example.mask.shape)}"
         if not result.isfinite().all():
@@ -69,73 +60,22 @@ def _shape(fn: Callable, example: LawExample, generator: torch.Generator) -> str
     return None
 
 
-def _purity(fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
-    return impure(example, lambda: call(fn, example), partial(results_differ, tolerance=0.0))
+def common(results: Results = call) -> tuple[Law, ...]:
+    """The laws of all estimators; `results(fn, example)` are the results of a call."""
 
+    def run(fn: Callable, example: LawExample) -> BatchOutcome:
+        return outcome_of(results(fn, example))
 
-def _masked_garbage(fn: Callable, example: LawExample, generator: torch.Generator) -> Breach | None:
-    mask, plain = example.mask, call(fn, example)
-    for kind, garbage in (("nan", "NaN"), ("mixed", "NaN, inf or 1e300")):
-        dirty = {
-            name: spoil(x, ~mask if x.dim() == 2 else ~mask.any(1), generator, kind)
-            for name, x in example.inputs.items()
-            if x.is_floating_point()
-        }
-        spoiled = example.put(**dirty)
-        if reason := results_differ(plain, call(fn, spoiled), 0.0):
-            return Breach(f"with {garbage} where the mask is False, {reason}", spoiled)
-    return None
-
-
-def _finite_garbage(fn: Callable, example: LawExample, generator: torch.Generator) -> Breach | None:
-    """Check that finite numbers of up to some tens outside the mask change no result inside."""
-    spoiled = stain(example, generator)
-    plain, stained = (tuple(y.where(example.mask, 0.0) for y in call(fn, x)) for x in (example, spoiled))
-    return changed(results_differ(plain, stained), "with finite numbers where the mask is False, ", spoiled)
-
-
-def _zero_outside(fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
-    results = call(fn, example)
-    outside = tuple(x.where(~example.mask, 0.0) for x in results)
-    reason = results_differ(tuple(torch.zeros_like(x) for x in results), outside, 0.0)
-    return reason and f"outside the mask {reason}"
-
-
-def _row_order(fn: Callable, example: LawExample, generator: torch.Generator) -> Breach | None:
-    order = torch.randperm(len(example.mask), generator=generator)
-    expected, moved = tuple(x[order] for x in call(fn, example)), example.map(lambda x: x[order])
-    reason = results_differ(expected, call(fn, moved))
-    return changed(reason, f"with the rows in the order {order.tolist()}, which they have here, ", moved)
-
-
-def _padding(fn: Callable, example: LawExample, generator: torch.Generator) -> Breach | None:
-    return _padded(lambda x: x, torch.nan, fn, example)
-
-
-def _finite_padding(fn: Callable, example: LawExample, generator: torch.Generator) -> Breach | None:
-    return _padded(lambda x: x.where(example.mask, 0.0), 0.0, fn, example)
-
-
-def _padded(seen: Callable[[Tensor], Tensor], fill: float, fn: Callable, example: LawExample) -> Breach | None:
-    """Describe how results, each mapped by `seen`, change if 1 or 3 columns of padding that hold `fill` are appended;
-    None if they do not."""
-    width = example.mask.shape[1]
-    for columns in (1, 3):
-        wide = example.map(partial(widen, columns=columns, fill=fill))
-        plain = tuple(map(seen, call(fn, example)))
-        if reason := results_differ(plain, tuple(seen(x[:, :width]) for x in call(fn, wide))):
-            return Breach(f"with {columns} more columns of padding, {reason}", wide)
-    return None
-
-
-COMMON = (
-    Law("shape", "it gives finite [B, T] in the dtype of its arguments", _shape),
-    Law("purity", "arguments stay as they are, and equal arguments give equal bits", _purity),
-    Law("masked garbage", GARBAGE_TEXT, _masked_garbage, mild=_finite_garbage, note=FINITE_NOTE),
-    Law("zero outside the mask", ZERO_TEXT, _zero_outside, mild=nothing, note="callers that cut it to the mask get 0"),
-    Law("row order", "the result goes with its rows", _row_order),
-    Law("padding width", PADDING_TEXT, _padding, mild=_finite_padding, note=FINITE_NOTE),
-)
+    within, note = partial(_rows.inside, run), f"{FINITE_NOTE} where the mask is True"
+    outside = _rows.zero_outside(run, "the result is exactly 0 where the mask is False")
+    return (
+        Law("shape", "it gives finite [B, T] in the dtype of its arguments", partial(_shape, results)),
+        _rows.purity(run),
+        _rows.masked_garbage(run, within, note),
+        outside._replace(mild=nothing, note="callers that cut it to the mask get 0"),
+        _rows.row_order(run, "the result goes with its rows"),
+        _rows.padding_width(run, within, note),
+    )
 
 
 def _equal_rewards(fn: Callable, example: LawExample, generator: torch.Generator) -> Breach | None:
@@ -205,7 +145,7 @@ def _alone(fn: Callable, example: LawExample, generator: torch.Generator) -> str
 
 def _group_names(fn: Callable, example: LawExample, generator: torch.Generator) -> Breach | None:
     renamed = example.put(groups=1000 - 7 * example.inputs["groups"])
-    reason = results_differ(call(fn, example), call(fn, renamed))
+    reason = outcomes_differ(outcome_of(call(fn, example)), outcome_of(call(fn, renamed)))
     return changed(reason, "with these names of the groups, ", renamed)
 
 
@@ -213,17 +153,18 @@ def as_reference(reference: Callable, fn: Callable, example: LawExample, generat
     """Describe how the results of `fn` differ from those of the `reference`; None if they do not."""
     expected, actual = call(reference, example), call(fn, example)
     both = min(len(expected), len(actual))  # one of them may return advantages alone
-    reason = results_differ(expected[:both], actual[:both])
+    reason = outcomes_differ(outcome_of(expected[:both]), outcome_of(actual[:both]))
     return reason and f"{reason}, as of {fn_name(reference)}"
 
 
 def _near_reference(reference: Callable, fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     """Describe how advantages differ from the reference's by more than a small number in a denominator explains, in
-    groups of at least two rows that all have tokens; None if they do not."""
+    groups of at least two rows that all have tokens; None if they do not. `generator` is not used; all laws take
+    one."""
     _, counts = example.inputs["groups"].unique(return_counts=True)
     if not example.mask.any(1).all() or (counts < 2).any():
         return None
-    reason = results_differ(call(reference, example)[:1], call(fn, example)[:1], NEAR)
+    reason = differ("the result", call(reference, example)[0], call(fn, example)[0], NEAR)
     return reason and f"{reason}, as of {fn_name(reference)}"
 
 
@@ -285,7 +226,7 @@ def advantages_suite(
     dtype: torch.dtype = torch.float64,
 ) -> Suite:
     """The laws of `check_advantages`, with its arguments."""
-    laws = (*COMMON, Law("group names", "ids of groups are names, in any order", _group_names))
+    laws = (*common(), Law("group names", "ids of groups are names, in any order", _group_names))
     if group_rows == 1:
         laws = (Law("groups of one", "a group may have one row", _alone, "give group_rows=2"), *laws)
     if equal_rewards:
@@ -318,14 +259,13 @@ def token_example(
 
 
 class _Whitening(NamedTuple):
-    """The specification of a whitening: whether it shifts the mean to 0, and the number that it adds to the
-    variance."""
+    """The specification of a whitening: whether it shifts the mean to 0, and what it adds to the variance."""
 
     shift_mean: bool
     eps: float
 
     def about_zero(self, fn: Callable, example: LawExample) -> tuple[Tensor, Tensor]:
-        """The result [N] at the tokens of the mask, minus the mean that it should have; and the variance that it should
+        """The result [N] at the tokens of the mask, minus the mean that it should have; and the variance it should
         have."""
         x, result = example.inputs["x"][example.mask], call(fn, example)[0][example.mask]
         variance = x.var() if len(x) > 1 else x.new_zeros(())
@@ -377,7 +317,7 @@ def whiten_suite(*, shift_mean: bool = True, eps: float = 0.0) -> Suite:
     kind = _Whitening(shift_mean, eps)
     way_out = "give shift_mean=False if the mean is kept, eps=... for what is added to the variance"
     laws = (
-        *COMMON,
+        *common(),
         Law("mean and variance", "over the mask the mean is 0 and the variance 1", partial(_moments, kind), way_out),
         Law("shift and scale", "shifting and scaling change nothing", partial(_shift_and_scale, kind), way_out),
         Law("equal numbers", "equal numbers give exactly 0", partial(_constant, kind), way_out),

@@ -20,8 +20,13 @@ if TYPE_CHECKING:  # models import transformers, which the other laws do not nee
 SIZES = ((1, 1), (1, 3), (2, 2), (3, 5), (5, 18))  # prompts, and the most tokens of each
 SEEDS = 4
 _LONGEST = 12  # tokens of a response
-# by an example's seed: temperature, whether greedy, top-k, responses to each prompt
-_SAMPLINGS = ((1.0, False, 0, 2), (0.7, False, 4, 3), (1.0, True, 0, 1), (1.6, False, 0, 3))
+# options of `Sampling`, by an example's seed
+_SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {"n": 2},
+    {"temperature": 0.7, "top_k": 4, "n": 3},
+    {"greedy": True},
+    {"temperature": 1.6, "n": 3},
+)
 _PASSES = ((None, None), (1, None), (3, None), (None, 40))  # rows of a micro-batch, or tokens
 
 
@@ -38,7 +43,7 @@ def _ask(example: LawExample) -> Ask:
     from fppo.rollout.engine import Ask, Sampling
 
     tokens, mask = example.inputs["tokens"], example.inputs["mask"]
-    temperature, greedy, top_k, n = _SAMPLINGS[int(example.extras["seed"]) % len(_SAMPLINGS)]
+    seed = int(example.extras["seed"])
     texts = Column([""] * len(tokens))
     prompts = Prompts(
         tokens=tokens,
@@ -49,9 +54,9 @@ def _ask(example: LawExample) -> Ask:
         source=texts,
         extras=texts,
     )
-    stops = () if int(example.extras["seed"]) % 2 else (int(tokens[mask].max()),)
-    how = {"max_tokens": _LONGEST, "stop_token_ids": stops, "top_k": top_k or None, "greedy": greedy}
-    return Ask(prompts, Sampling(n=n, temperature=temperature, **how), Key(int(example.extras["seed"])))
+    stops = () if seed % 2 else (int(tokens[mask].max()),)
+    how = _SAMPLINGS[seed % len(_SAMPLINGS)]
+    return Ask(prompts, Sampling(max_tokens=_LONGEST, stop_token_ids=stops, **how), Key(seed))
 
 
 def _differ(rows: Rollout, log_probs: Tensor) -> str | None:

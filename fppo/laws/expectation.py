@@ -46,7 +46,8 @@ class KL:
 
 @attrs.frozen(kw_only=True)
 class StepMath:
-    """The functions that turn a batch's scores into a gradient: everything in a step but the model."""
+    """The functions that turn a batch's scores into a gradient, everything in a step but the model, with `bias`'s
+    arguments as fields."""
 
     estimator: Callable[..., Any]
     loss_fn: Callable[..., Any] = losses.ppo_clip
@@ -156,8 +157,8 @@ def check_gradient(
 
 
 def _breach(math: StepMath, world: SmallWorld, up_to: str) -> str | None:
-    """Describe how the mean gradient of a step on a world differs from the objective's gradient; None if it does not.
-    `up_to` "scale" permits a positive factor."""
+    """Describe how the mean gradient of a step (`math`) on a world differs from the objective's gradient; None if it
+    does not. `up_to` "scale" permits a positive factor."""
     batches = all_batches(world, math.n)
     found = step_bias(math, world, batches)
     still = float(found.gradient.norm()) <= ZERO
@@ -217,7 +218,7 @@ def _likeliest(math: StepMath, world: SmallWorld) -> list[str]:
 
 
 def step_bias(math: StepMath, world: SmallWorld, batches: Batches | None = None) -> Bias:
-    """Measure the bias of a step on a world; see `bias`."""
+    """Measure the `bias` of a step's functions (`math`) on a world, over all `batches` that it can draw."""
     _check_loss(math.loss_fn)
     batches = all_batches(world, math.n) if batches is None else batches
     experience = _experience(math, world, batches)
@@ -233,8 +234,7 @@ def step_bias(math: StepMath, world: SmallWorld, batches: Batches | None = None)
 
 
 def compared(mean: Tensor, gradient: Tensor, deviation: float) -> Bias:
-    """Compare a mean gradient with the objective's, both flat; `deviation` is the standard deviation of a batch's
-    gradient."""
+    """Compare a mean gradient with the objective's, both flat; `deviation` is the standard deviation of one batch's."""
     size, wanted = float(mean.norm()), float(gradient.norm())
     product = float(mean @ gradient)
     scale = product / wanted**2 if wanted > ZERO else 0.0
@@ -259,8 +259,8 @@ def _check_loss(loss_fn: Any) -> None:
 
 
 def _experience(math: StepMath, world: SmallWorld, batches: Batches) -> Experience:
-    """All batches with their advantages. They come from one call of the estimator, or from one call for each batch if
-    it compares rows of different batches."""
+    """All batches of a world with the advantages that `math` gives. They come from one call of the estimator, or from
+    one call for each batch if it compares rows of different batches."""
     from fppo.batch import concat, rows
 
     every = torch.arange(len(batches.numbers))
@@ -342,8 +342,8 @@ def _annotated(math: StepMath, world: SmallWorld, batches: Batches, index: Tenso
 def _objective_slope(
     math: StepMath, world: SmallWorld, batches: Batches, experience: Experience, weights: Tensor
 ) -> Tensor:
-    """The gradient of the library's objective by the policy's log-prob of each token, [R, W]: each row holds its share
-    of the gradient of its own batch."""
+    """The gradient of the library's objective, with the `weights` [R, W] of tokens in it, by the policy's log-prob of
+    each token, [R, W]: each row holds its share of the gradient of its own batch."""
     from fppo.steps.actor import PolicyObjective, PolicyTerms
     from fppo.steps.outputs import TokenOutputs
 

@@ -73,7 +73,7 @@ def _expected_loss(head: ValueHead, old: Tensor, goals: Tensor, weights: Tensor,
 
 
 def _least(head: ValueHead, start: Tensor, old: Tensor, goals: Tensor, weights: Tensor) -> Tensor:
-    """The outputs that minimise `_expected_loss`, found by L-BFGS from `start`."""
+    """The outputs that minimise `_expected_loss`, with its arguments, found by L-BFGS from `start`."""
     leaf = start.clone().requires_grad_()
     of = partial(_expected_loss, head, old, goals, weights)
     search = torch.optim.LBFGS(

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fppo.laws import attention, log_probs
+from fppo.laws import _kernels, attention, log_probs
 from fppo.laws._kernels import KernelLaw, apart, bound, checked, exact, example_of, gradients, named, results, words
 from fppo.laws._search import Law, LawExample, check, differ, normal, unchanged
 from fppo.laws.adamw import check_adamw
@@ -73,14 +73,6 @@ def _gradients(
     return None
 
 
-def _frozen(op: Operation, kernel: Kernel, example: LawExample, generator: torch.Generator) -> str | None:
-    for name, whole in gradients(op, kernel, example).items():
-        (alone,) = gradients(op, kernel, example, (name,)).values()
-        if reason := apart(f"the gradient by {name} alone", whole, alone, _dtype(example)):
-            return reason
-    return None
-
-
 def _rows_apart(op: Operation, kernel: Kernel, example: LawExample, generator: torch.Generator) -> str | None:
     count = example.weights.shape[-2]
     for cut in sorted({1, count // 2} - {0, count}):
@@ -116,12 +108,11 @@ _COMMON = (
 )
 _VALUES = KernelLaw("values", "values are those of the float64 reference", _values)
 _APART = KernelLaw("rows apart", "other rows change nothing, and no gradient reaches them", _rows_apart)
-_FROZEN = KernelLaw("frozen", "a gradient does not depend on which arguments take one", _frozen)
 
 
 def laws_of(op: Operation) -> list[Law]:
     """The laws of an operation; those of large examples for log-probs are separate (`check_large`)."""
-    special = ((_APART,), (_FROZEN,)) if op.rows else (_OTHERS.get(op.name, ()), ())
+    special = ((_APART,), (_kernels.frozen("frozen", op.leaves),)) if op.rows else (_OTHERS.get(op.name, ()), ())
     outputs = [*((name,) for name in op.sloped), *([op.sloped] if len(op.sloped) > 1 else [])]
     slopes = [_gradient_law(op, names) for names in outputs]
     return bound([*_COMMON, *special[0], _VALUES, *slopes, *special[1]], op)
@@ -159,21 +150,22 @@ def check_kernel(
     the first broken law.
 
     `op` is a name of `fppo_kernels.table.Kernels`, whose definition, as `fppo_kernels.log_probs.reference`, has the
-    kernel's signature; or a record of your own. The laws: values, and the gradient of every output by every input,
-    equal those of the definition in float64, to 1e-9 in float64, 1e-4 in float32 and 2e-2 in bfloat16, relative to the
-    larger of 1 and the tensor's largest number. (For gradients of attention in bfloat16 the tolerance is multiplied by
-    `scale` * sqrt(D / 2) if that is above 1.) Whatever a row, a token or a sequence must not see changes no bit of its
-    result, and gets no gradient. Arguments are unchanged, and equal arguments give equal bits. Examples are empty,
-    small, steep, flat and large, with and without each keyword.
+    kernel's signature; or an `Operation` that you made for an operation of your own. The laws: values, and the gradient
+    of every output by every input, equal those of the definition in float64, to 1e-9 in float64, 1e-4 in float32 and
+    2e-2 in bfloat16, relative to the larger of 1 and the tensor's largest number. (For gradients of attention in
+    bfloat16 the tolerance is multiplied by `scale` * sqrt(D / 2) if that is above 1.) Whatever a row, a token or a
+    sequence must not see changes no bit of its result, and gets no gradient. Arguments are unchanged, and equal
+    arguments give equal bits. Examples are empty, small, steep, flat and large, with and without each keyword.
 
     `dtypes` are by default all of the operation's; a kernel for float32 alone gives `dtypes=(torch.float32,)`. `lacks`
     names keywords, features ("gqa") or activations that the kernel does not support, and that examples leave out: by
     default none, but "key_lengths" for attention without that keyword. A kernel that rounds its operands gives its own
     `reference`, a differentiable function of the same arguments in float64, as
-    `fppo_kernels.linear.float8_reference.reference`. `wide` is the width of heads and hidden states, on GPUs 16.
+    `fppo_kernels.linear.float8_reference.reference`. `wide` is the width of heads and hidden states in examples; None:
+    16 on a GPU, and the small widths of the examples on a CPU.
 
-    Returns whether any law applied: none does for a kernel without a feature of all examples, or for "gae" on a GPU.
-    Raises ValueError for another operation or dtype.
+    Returns True if the kernel was checked and holds, and False if nothing was checked: the kernel lacks a feature that
+    all examples need, or it is one for "gae" on a GPU. Raises ValueError for another operation or dtype.
     """
     op, device = operation_of(op) if isinstance(op, str) else op, torch.device(device)
     dtypes = checked(op.dtypes if dtypes is None else dtypes)

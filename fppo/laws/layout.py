@@ -39,8 +39,7 @@ TOLERANCE = 1e-10
 
 @attrs.frozen
 class MeshCase:
-    """A mesh, the sharding and the number of layers of a model on it, the options of its passes, and the sizes of their
-    micro-batches."""
+    """A mesh and the sharding on it (`stage`), a model's layers, and the options and micro-batches of its passes."""
 
     axes: Mapping[str, int]
     stage: int | None = None
@@ -132,7 +131,8 @@ def _models(head: HeadKind, outputs: int, layers: int) -> list[tuple[Any, dict[s
 
 
 def _runner(make: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run:
-    """The update on the ranks of a layout, as a function of the batch; it returns the whole state.
+    """The update that `make(forward=, loop=, optimizer=)` returns on the ranks of a layout, for a model with this head
+    of `outputs` outputs, as a function of the batch; it returns the whole state.
 
     With beta_1 = 0 the first moment is the gradient; with eps = 1 the step is smooth where a gradient is near 0.
     """
@@ -189,8 +189,8 @@ def _draw(
     example: LawExample,
     generator: torch.Generator,
 ) -> MeshCase:
-    """Draw a cut into micro-batches and the options of a pass; rows are packed, or, if no axis cuts them, perhaps
-    padded."""
+    """Draw, for a mesh of these `axes` and with a sharding `stage` if they shard, a cut into micro-batches and the
+    options of a pass; rows are packed or, if no axis cuts them, maybe padded."""
 
     def draw(count: int) -> int:
         return int(torch.randint(count, (), generator=generator))
@@ -212,8 +212,7 @@ def _draw(
 
 
 def _of_prompts(modes: Sequence[str], rows: int, width: int, seed: int) -> LawExample:
-    """Draw an example of ragged rows, up to three of which share a prompt; the seed chooses one of the weight
-    `modes`."""
+    """Draw ragged rows, up to three of which share a prompt; the seed chooses one of the weight `modes`."""
     example = _example(modes, rows, width, seed)
     first = torch.arange(rows) // 3 * 3
     tokens, attention = (example.inputs[name].clone() for name in ("tokens", "attention_mask"))

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from fppo.laws._kernels import TOLERANCES, KernelLaw, apart, bound, exact, gradients, place, results
+from fppo.laws._kernels import TOLERANCES, KernelLaw, apart, bound, exact, frozen, gradients, place, results
 from fppo.laws._search import LawExample, check, differ
 from fppo_kernels.operation import Kernel, Operation
 
@@ -39,19 +39,10 @@ def _range(op: Operation, kernel: Kernel, example: LawExample, generator: torch.
     return None
 
 
-def _frozen_head(op: Operation, kernel: Kernel, example: LawExample, generator: torch.Generator) -> str | None:
-    whole = gradients(op, kernel, example)
-    for names in (("hidden",), ("weight",)):
-        for name, grad in gradients(op, kernel, example, names).items():
-            if reason := apart(f"the gradient by {name} alone", whole[name], grad, grad.dtype):
-                return reason
-    return None
-
-
 LAWS = (
     KernelLaw("outputs asked for", "an output does not depend on which others are asked for", _outputs_requested),
     KernelLaw("range", "log_probs <= 0, 0 <= entropy <= log V, 1 / V <= sum of squares <= 1", _range),
-    KernelLaw("frozen head", "a gradient does not depend on which arguments take one", _frozen_head),
+    frozen("frozen head", ("hidden", "weight")),
 )
 
 

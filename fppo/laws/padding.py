@@ -149,7 +149,7 @@ def _purity(unpad: Callable, example: LawExample, generator: torch.Generator, *,
 
 
 def _example(device: torch.device | str, rows: int, width: int, seed: int) -> LawExample:
-    """Draw a mask by the seed: no padding, on the right, left, both sides, both with empty rows, with holes, only
+    """Draw a mask by the seed: no padding, on the right, left, both sides, both with empty rows, holes, only
     padding."""
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
     sizes = torch.randint(1, width + 1, (rows, 1), generator=generator)

@@ -86,8 +86,8 @@ def _estimates(names: Sequence[str], fn: Callable, example: LawExample, generato
 
 
 def _estimator_example(group: int, rows: int, width: int, seed: int) -> LawExample:
-    """Three groups: with equal scores, with different scores, with a single different score; zeros outside the mask, as
-    in a run."""
+    """Make three groups of `group` rows: with equal scores, with different scores, with one different score; zeros
+    outside a random mask. `rows` is not used; rows have `width` tokens."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.arange(width) < torch.randint(1, width + 1, (3 * group, 1), generator=generator)
     steps = torch.arange(group, dtype=torch.float32)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fppo.laws._kernels import apart, checked, place, words
-from fppo.laws._search import SIZES, Law, LawExample, Suite, check_suite, differ, nothing
-from fppo.laws.estimators import COMMON, as_reference, call, results_differ, token_example
+from fppo.laws._rows import outcomes_differ
+from fppo.laws._search import SIZES, Law, LawExample, Suite, check_suite, differ
+from fppo.laws.estimators import Results, Tensors, as_reference, call, common, outcome_of, token_example
 
 _DISCOUNTS = ((1.0, 1.0), (0.9, 0.7), (1.0, 0.0), (0.0, 1.0), (0.9, 1.0), (0.1, 0.1))
 _GAE_TEXT = "advantages are sums of (gamma lam)^l delta, returns = advantages + values"
@@ -55,22 +56,21 @@ def _monte_carlo(fn: Callable, example: LawExample, generator: torch.Generator, 
     return differ("the advantage", (returns - values).where(mask, 0.0), advantages)
 
 
-def _deletion(fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
-    return _deleted(partial(fn, gamma=0.9, lam=0.7), example, generator)
+def _discounted(fn: Callable, example: LawExample) -> Tensors:
+    return call(partial(fn, gamma=0.9, lam=0.7), example)
 
 
-def _deleted(fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
-    whole = call(fn, example)
-    for b, row in enumerate(example.mask):
-        if row.any():
-            short = call(fn, example.map(lambda x, b=b, row=row: x[b, row][None]))
-            if reason := results_differ(tuple(x[0] for x in short), tuple(x[b, row] for x in whole)):
-                return f"row {b} against itself without its masked steps: {reason}"
-    return None
+def _masked_steps(results: Results, way_out: str = "") -> Law:
+    def breach(fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
+        whole = outcome_of(results(fn, example))
+        for b, row in enumerate(example.mask):
+            if row.any():
+                short = outcome_of(results(fn, example.map(lambda x, b=b, row=row: x[b, row][None])))
+                if reason := outcomes_differ(short.map(lambda x: x[0]), whole.map(lambda x, b=b, row=row: x[b, row])):
+                    return f"row {b} against itself without its masked steps: {reason}"
+        return None
 
-
-def _discounted(breach: Callable, fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
-    return breach(partial(fn, gamma=0.9, lam=0.7), example, generator)
+    return Law("masked steps", "a row with masked steps equals the row without them", breach, way_out)
 
 
 def check_gae(estimator: Callable[..., Any], *, dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32)) -> None:
@@ -89,13 +89,11 @@ def check_gae(estimator: Callable[..., Any], *, dtypes: Sequence[torch.dtype] = 
 
 def gae_suite(*, dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32)) -> Suite:
     """The laws of `check_gae` on short rows."""
-    mild = [x if x is None or x is nothing else partial(_discounted, x) for x in (law.mild for law in COMMON)]
-    bound = [law._replace(breach=partial(_discounted, law.breach), mild=m) for law, m in zip(COMMON, mild, strict=True)]
     inside, text = partial(_monte_carlo, cut=True), "lam = 1 and gamma = 1 give the return minus the value"
     laws = (
-        *bound,
+        *common(_discounted),
         Law("return minus value", text, _monte_carlo, mild=inside, note="where the mask is True they do"),
-        Law("masked steps", "a row with masked steps equals the row without them", _deletion),
+        _masked_steps(_discounted),
         *(Law("definition", _GAE_TEXT, partial(_is_definition, dtype=dtype)) for dtype in checked(dtypes)),
     )
     see = ("print({}(rewards, values, mask, gamma=0.9, lam=0.7))",)
@@ -130,10 +128,9 @@ def temporal_suite(
     dtype: torch.dtype = torch.float64,
 ) -> Suite:
     """The laws of `check_temporal`, with its arguments."""
-    laws = COMMON
+    laws = common()
     if bridges:
-        text = "a row with masked steps equals the row without them"
-        laws += (Law("masked steps", text, _deleted, "give bridges=False"),)
+        laws += (_masked_steps(call, "give bridges=False"),)
     if reference is not None:
         laws += (Law("reference", "the results are those of the reference", partial(as_reference, reference)),)
     (dtype,) = checked((dtype,))

@@ -68,8 +68,8 @@ def _gradients(out: Tensor, example: LawExample, leaves: Leaves) -> Leaves:
 
 
 def _on_ranks(wrap: Callable, attention: Callable, example: LawExample) -> list[tuple[Tensor, Leaves]]:
-    """Run a sharded row on every rank of a simulated mesh. Returns, for every rank, the whole row's result, gathered,
-    and the rank's share of the gradients."""
+    """Run a sharded row by `wrap(attention, axis)` on every rank of a simulated mesh. Returns, for every rank, the
+    whole row's result, gathered, and the rank's share of the gradients."""
     lengths, keywords = _keywords(example)
 
     def run(mesh) -> tuple[Tensor, Leaves]:
@@ -89,8 +89,7 @@ OnRanks = Callable[[Callable, Callable, LawExample], list[tuple[Tensor, Leaves]]
 
 
 def laws_of_ranks(attention: Callable, on_ranks: OnRanks, tolerance: float) -> list[Law]:
-    """The laws of functions on ranks with parts of a row: result and gradients are those of `attention` over the whole
-    row."""
+    """The laws of functions on ranks with parts of a row: result and gradients are `attention`'s over the whole row."""
 
     def values(subject: Callable, example: LawExample, generator: torch.Generator) -> str | None:
         expected, _ = _whole(attention, example)

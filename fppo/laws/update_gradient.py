@@ -1,16 +1,16 @@
-"""The law that compares a whole update with transformers: its gradient is that of the expected reward, computed
-separately."""
+"""The law that compares a whole update with transformers: its gradient is the expected reward's, computed apart."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fppo.laws._search import LawViolation, fn_name
+from fppo.laws.updates import TINY
+from fppo.laws.worlds import all_responses
 
 if TYPE_CHECKING:  # models import transformers, which the other laws do not need
     from fppo.batch import Experience
@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # models import transformers, which the other laws do not nee
 
 PROMPTS = ((2, 3), (1, 2, 0, 3))
 WORDS, END, HORIZON = 4, 1, 2
+RESPONSES = all_responses(WORDS, HORIZON, end=END)
 CLOSE = 1e-6  # transformers' norms and rotary positions compute in float32
 CUTS = ((True, 3), (False, 26))  # whether rows are packed, and the rows of a micro-batch
 
@@ -74,7 +75,8 @@ def _check_cut(
     size: int,
     temperature: float,
 ) -> None:
-    """Raise LawViolation if log-probs or gradients, in micro-batches of `size` rows, differ from the module's."""
+    """Raise LawViolation, which begins with `title`, if log-probs, or gradients by the update from `make`, in
+    micro-batches of `size` rows, `packed` or padded, differ from transformers' (`of`)."""
     import attrs
 
     from fppo.steps.forward import compute_log_probs
@@ -104,7 +106,7 @@ def _check_cut(
 
 
 def _worst(found: Tensor, wanted: Tensor) -> tuple[list[int], float, float] | None:
-    """The index at which two tensors differ most, and both numbers; None if they agree."""
+    """The index at which `found` differs most from `wanted`, and both numbers; None if they agree."""
     gap = (found.detach() - wanted).abs().nan_to_num(nan=torch.inf)
     if gap.max() <= CLOSE * (1 + wanted.abs().max()):
         return None
@@ -122,13 +124,6 @@ def _text(title: str, law: str, how: str, what: str, at: tuple[list[int], float,
     return "\n".join(lines)
 
 
-def responses() -> Iterator[tuple[int, ...]]:
-    """All responses: tokens up to the first `END`, or `HORIZON` of them."""
-    for length in range(1, HORIZON + 1):
-        for head in itertools.product([word for word in range(WORDS) if word != END], repeat=length - 1):
-            yield from ((*head, last) for last in (range(WORDS) if length == HORIZON else (END,)))
-
-
 def _tiny() -> tuple[Any, Forward, dict[str, Tensor]]:
     """A tiny Qwen2 in float64: its config, fppo's model, and parameters far from uniform."""
     from transformers import Qwen2Config
@@ -137,18 +132,7 @@ def _tiny() -> tuple[Any, Forward, dict[str, Tensor]]:
     from fppo.key import Key
     from fppo.steps.outputs import Forward
 
-    config = Qwen2Config(
-        vocab_size=WORDS,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-    )
+    config = Qwen2Config(**TINY, vocab_size=WORDS, num_hidden_layers=2, tie_word_embeddings=True)
     model = models.build(config)
     return config, Forward(model), models.init_params(model, Key(0), torch.float64)
 
@@ -165,12 +149,12 @@ class _PlainModule:
     def distributions(self, params: dict[str, Tensor]) -> Tensor:
         """Log-probs of all tokens at each position of all responses, [P, S, HORIZON, V], prefix by prefix; 0 after a
         response's end."""
-        prefixes = sorted({y[:t] for y in responses() for t in range(len(y))})
+        prefixes = sorted({y[:t] for y in RESPONSES for t in range(len(y))})
         rows: list[Tensor] = []
         for prompt in PROMPTS:
             at = {prefix: self._next((*prompt, *prefix), params) for prefix in prefixes}
             nothing = torch.zeros_like(at[()])
-            rows += [torch.stack([at[y[:t]] if t < len(y) else nothing for t in range(HORIZON)]) for y in responses()]
+            rows += [torch.stack([at[y[:t]] if t < len(y) else nothing for t in range(HORIZON)]) for y in RESPONSES]
         return torch.stack(rows).view(len(PROMPTS), -1, HORIZON, WORDS)
 
     def _next(self, tokens: tuple[int, ...], params: dict[str, Tensor]) -> Tensor:
@@ -179,20 +163,19 @@ class _PlainModule:
 
 
 def _scores() -> Tensor:
-    count = len(list(responses()))
+    count = len(RESPONSES)
     return torch.sin(1.0 + torch.arange(len(PROMPTS) * count, dtype=torch.float64)).view(len(PROMPTS), count)
 
 
 def _taken(log_p: Tensor) -> Tensor:
     """Log-probs of the responses' own tokens, [P, S, HORIZON]."""
-    every = list(responses())
     return torch.stack(
         [
             torch.stack([log_p[p, s, t, y[t]] if t < len(y) else log_p.new_zeros(()) for t in range(HORIZON)])
             for p in range(len(PROMPTS))
-            for s, y in enumerate(every)
+            for s, y in enumerate(RESPONSES)
         ]
-    ).view(len(PROMPTS), len(every), HORIZON)
+    ).view(len(PROMPTS), len(RESPONSES), HORIZON)
 
 
 def _objective(log_p: Tensor, log_ref: Tensor, kl_coef: float) -> tuple[Tensor, Tensor]:
@@ -207,7 +190,7 @@ def _batch(log_p: Tensor, log_ref: Tensor, chances: Tensor) -> Experience:
     """Make one batch of all responses, each weighted by its probability (`chances`)."""
     from fppo.batch import Column, Experience
 
-    rows = [(prompt, y) for prompt in PROMPTS for y in responses()]
+    rows = [(prompt, y) for prompt in PROMPTS for y in RESPONSES]
     width, n = max(map(len, PROMPTS)), len(rows)
     padded = [[(0, False)] * (width - len(prompt)) + [(x, True) for x in (*prompt, *y)] for prompt, y in rows]
     filled = torch.tensor([row + [(0, False)] * (width + HORIZON - len(row)) for row in padded])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fppo import tree
+from fppo.laws._rows import metrics_differ
 from fppo.laws._search import Breach, Law, LawExample, changed, check, differ, draw_mask, fn_name, normal, widen
-from fppo.laws.losses import metrics_differ
 from fppo.losses import MODES
 from fppo.metrics import Metrics
 
@@ -28,6 +29,17 @@ SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 3), (5, 4))
 PROMPT = 3  # columns
 VOCAB = 11
 HORIZON = 7
+TINY: Mapping[str, Any] = MappingProxyType(  # sizes of a Qwen2
+    {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.3,  # far from uniform probabilities
+        "pad_token_id": 0,
+    }
+)
 
 
 class _UpdateOutcome(NamedTuple):
@@ -41,7 +53,8 @@ Run = Callable[["Experience", str, int | None, int | None, bool], _UpdateOutcome
 
 
 def _runner(make: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run:
-    """The update of a tiny Qwen2 in float64, as a function of the batch and its cut.
+    """The update that `make(forward=, loop=, optimizer=)` returns for a tiny Qwen2 in float64 with this head of
+    `outputs` outputs, as a function of the batch and its cut.
 
     With beta_1 = 0 the first moment is the gradient; with eps = 1 the step is smooth where a gradient is near 0.
     """
@@ -55,18 +68,7 @@ def _runner(make: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run:
     from fppo.steps.optimizers import adamw
     from fppo.steps.train_state import init_state
 
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        initializer_range=0.3,  # far from uniform probabilities
-        tie_word_embeddings=False,
-        pad_token_id=0,
-    )
+    config = Qwen2Config(**TINY, vocab_size=VOCAB, num_hidden_layers=1, tie_word_embeddings=False)
     model = models.build(config, head=head, outputs=outputs)
     params = models.init_params(model, Key(0), torch.float64)
     optimizer = adamw(lambda step: 0.1, betas=(0.0, 0.9), eps=1.0, max_grad_norm=None)
@@ -207,8 +209,7 @@ def _row_order(run: Run, example: LawExample, generator: torch.Generator) -> Bre
 
 
 def _wide(example: LawExample, left: int, right: int) -> LawExample:
-    """Add `left` columns of padding before the prompts, and `right` columns after the responses, NaN in floating-point
-    tensors."""
+    """Add `left` columns of padding before prompts and `right` ones after responses, NaN in floating-point tensors."""
     wide = example.map(partial(widen, columns=right))
     prompts = {name: torch.nn.functional.pad(wide.inputs[name], (left, 0)) for name in ("tokens", "attention_mask")}
     return wide.put(**prompts)

@@ -1,5 +1,4 @@
-"""Verdicts of all laws on a function: a broken law does not hide others, and conventions are distinguished from
-faults."""
+"""Verdicts of all laws on a function: a broken law does not hide others, and conventions differ from faults."""
 
 from __future__ import annotations
 

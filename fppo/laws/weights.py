@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fppo.laws._search import Breach, Law, LawExample, changed, check, differ, draw_mask, fn_name, normal, short, spoil
+from fppo.laws._rows import BatchOutcome, outcomes_differ, reference_differs
+from fppo.laws._search import Breach, Law, LawExample, changed, check, differ, draw_mask, normal, short, spoil
 from fppo.laws.references.losses import mini_batch_loss
 from fppo.losses import MODES, Correction, count_totals
 
@@ -66,26 +67,26 @@ def _correction_example(rows: int, width: int, seed: int) -> LawExample:
     return LawExample(inputs, {}, mask.double())
 
 
-def _corrected(fn: Callable[..., Correction], example: LawExample) -> tuple[Tensor, Tensor]:
+def _outcome(weights: Tensor, mask: Tensor) -> BatchOutcome:
+    return BatchOutcome({"the weight": weights, "the mask": mask}, tolerance=1e-9)
+
+
+def _corrected(fn: Callable[..., Correction], example: LawExample) -> BatchOutcome:
     """The weights (1 in the mask if there are none) and the mask, both as numbers."""
     found = fn(*example.inputs.values())
-    return found.mask.double() if found.weights is None else found.weights, found.mask.double()
-
-
-def _apart(expected: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor]) -> str | None:
-    each = zip(("the weight", "the mask"), expected, found, strict=True)
-    return next((reason for name, a, b in each if (reason := differ(name, a, b))), None)
+    weights = found.mask.double() if found.weights is None else found.weights
+    return _outcome(weights, found.mask.double())
 
 
 def _garbage(fn: Callable[..., Correction], example: LawExample, generator: torch.Generator) -> Breach | None:
     names = ("old_log_probs", "rollout_log_probs")
     dirty = example.put(**{name: spoil(example.inputs[name], ~example.mask, generator) for name in names})
-    reason = _apart(_corrected(fn, example), _corrected(fn, dirty))
+    reason = outcomes_differ(_corrected(fn, example), _corrected(fn, dirty))
     return changed(reason, "with NaN, inf or 1e300 where the mask is False, ", dirty)
 
 
 def _inside(fn: Callable[..., Correction], example: LawExample, generator: torch.Generator) -> str | None:
-    weights, kept = _corrected(fn, example)
+    weights, kept = _corrected(fn, example).rows.values()
     outside = (kept > 0) & ~example.mask
     if outside.any():
         return "it keeps a token that is not in the mask"
@@ -95,14 +96,7 @@ def _inside(fn: Callable[..., Correction], example: LawExample, generator: torch
 def _equal_policies(fn: Callable[..., Correction], example: LawExample, generator: torch.Generator) -> Breach | None:
     same = example.put(rollout_log_probs=example.inputs["old_log_probs"].clone())
     ones = example.mask.double()
-    return changed(_apart((ones, ones), _corrected(fn, same)), "of equal policies ", same)
-
-
-def _as_reference(
-    reference: Callable[..., Correction], fn: Callable[..., Correction], example: LawExample, generator: torch.Generator
-) -> str | None:
-    reason = _apart(_corrected(reference, example), _corrected(fn, example))
-    return reason and f"{reason}, as of {fn_name(reference)}"
+    return changed(outcomes_differ(_outcome(ones, ones), _corrected(fn, same)), "of equal policies ", same)
 
 
 def check_correction(correct: Callable[..., Correction], *, reference: Callable[..., Correction] | None = None) -> None:
@@ -119,5 +113,6 @@ def check_correction(correct: Callable[..., Correction], *, reference: Callable[
         Law("equal policies", "equal policies have weights of 1, and lose no token", _equal_policies),
     )
     if reference is not None:
-        laws += (Law("reference", "weights and mask are those of the reference", partial(_as_reference, reference)),)
+        breach = partial(reference_differs, _corrected, reference)
+        laws += (Law("reference", "weights and mask are those of the reference", breach),)
     check(correct, laws, _correction_example)

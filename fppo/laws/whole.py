@@ -7,37 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fppo.laws._kernels import TOLERANCES, checked, words
-from fppo.laws._search import (
-    Breach,
-    Law,
-    LawExample,
-    Suite,
-    changed,
-    check_suite,
-    differ,
-    fn_name,
-    impure,
-    nothing,
-    spoil,
-    stain,
-    widen,
-)
-from fppo.laws.losses import (
-    DETACHED_NOTE,
-    FINITE_NOTE,
-    GARBAGE_TEXT,
-    PADDING_TEXT,
-    POLICY,
-    VALUES,
-    LossFn,
-    make_example,
-)
+from fppo.laws import _rows
+from fppo.laws._kernels import TOLERANCES, checked, grads, words
+from fppo.laws._rows import BatchOutcome, outcomes_differ
+from fppo.laws._search import Breach, Law, LawExample, Suite, changed, check_suite, differ, fn_name, nothing
+from fppo.laws.losses import POLICY, VALUES, LossFn, make_example
 from fppo.losses import count_totals, loss_weights
 from fppo.shapes import Mask, Scalar, Tokens
 
@@ -46,9 +24,9 @@ WholeLoss = Callable[..., Tensor]
 SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (4, 3), (4, 5), (6, 7))
 
 
-class _Whole(NamedTuple):
-    loss: Tensor  # 0-d
-    grad: Tensor  # the gradient by the first input, [B, T]
+def _outcome(loss: Tensor, grad: Tensor) -> BatchOutcome:
+    """The outcome of a whole loss: the loss, 0-d, and its gradient [B, T] by the first input."""
+    return BatchOutcome({"the gradient": grad}, {"the loss": loss.to(grad)}, tolerance=TOLERANCES[grad.dtype])
 
 
 def whole_loss(loss_fn: LossFn, mode: str, *, horizon: Scalar | None = None) -> WholeLoss:
@@ -68,9 +46,9 @@ def whole_loss(loss_fn: LossFn, mode: str, *, horizon: Scalar | None = None) -> 
     return whole_of
 
 
-def _in_pieces(fn: WholeLoss, example: LawExample, cuts: Sequence[Tensor], *, trim: bool = False) -> _Whole:
-    """Sum the losses of micro-batches, and place their gradients; `trim` removes columns that are outside the mask in
-    all rows of a micro-batch."""
+def _in_pieces(fn: WholeLoss, example: LawExample, cuts: Sequence[Tensor], *, trim: bool = False) -> BatchOutcome:
+    """Sum the losses of the micro-batches `cuts`, and place their gradients; `trim` removes columns that are outside
+    the mask in all rows of a micro-batch."""
     mask, total = example.mask, example.weights.new_zeros(())
     grad = torch.zeros_like(next(iter(example.inputs.values())))
     for rows in cuts:
@@ -79,27 +57,37 @@ def _in_pieces(fn: WholeLoss, example: LawExample, cuts: Sequence[Tensor], *, tr
         first, *others = (x[rows][:, :width] for x in example.inputs.values())
         leaf = first.detach().clone().requires_grad_()
         loss = fn(leaf, *others, pieces=len(cuts), whole=mask)
-        if loss.requires_grad:
-            grad[rows, :width] = torch.autograd.grad(loss, leaf)[0]
+        grad[rows, :width] = grads(loss, [leaf])[0]
         total = total + loss.detach()
-    return _Whole(total, grad)
+    return _outcome(total, grad)
 
 
-def _evaluate(fn: WholeLoss, example: LawExample) -> _Whole:
+def _evaluate(fn: WholeLoss, example: LawExample) -> BatchOutcome:
     return _in_pieces(fn, example, [torch.arange(len(example.mask))])
 
 
-def _differ(expected: _Whole, actual: _Whole, tolerance: float | None = None) -> str | None:
-    """Describe where gradients or losses differ by more than the tolerance (by default that of their dtype)."""
-    within = TOLERANCES[expected.grad.dtype] if tolerance is None else tolerance
-    return differ("the gradient", expected.grad, actual.grad, within) or differ(
-        "the loss", expected.loss.to(expected.grad), actual.loss.to(actual.grad), within
-    )
+def _gradient(fn: WholeLoss, example: LawExample) -> Tensor:
+    """The gradient of the loss by the first input, where the mask is True; 0 elsewhere."""
+    return _evaluate(fn, example).rows["the gradient"].where(example.mask, 0.0)
+
+
+def _total(fn: WholeLoss, example: LawExample) -> Tensor:
+    return fn(*example.inputs.values(), pieces=1, whole=example.mask)
 
 
 def _filled(example: LawExample) -> bool:
     """Whether every row has a token in the mask; rows without tokens have a law of their own."""
     return bool(example.mask.any(1).all())
+
+
+def _of_tokens(fn: WholeLoss, example: LawExample) -> BatchOutcome:
+    """The outcome; without results if no token is in the mask, since a mean of none is no number."""
+    return _evaluate(fn, example) if example.mask.any() else BatchOutcome({})
+
+
+def _of_filled(fn: WholeLoss, example: LawExample) -> BatchOutcome:
+    """The outcome; without results if a row has no token."""
+    return _evaluate(fn, example) if _filled(example) else BatchOutcome({})
 
 
 def _number(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> str | None:
@@ -113,10 +101,6 @@ def _number(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> s
     return None if loss.isfinite() or not _filled(example) else f"the loss is {loss.item()}"
 
 
-def _purity(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> str | None:
-    return impure(example, lambda: _evaluate(fn, example), partial(_differ, tolerance=0.0))
-
-
 def _all_masked(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> Breach | None:
     rows, width = example.mask.shape
     more = example.map(lambda x: torch.cat([x, x])).put(mask=torch.zeros(2 * rows, width, dtype=torch.bool))
@@ -127,38 +111,10 @@ def _all_masked(fn: WholeLoss, example: LawExample, generator: torch.Generator) 
     inputs = [x[empty] for x in more.inputs.values()]
     leaf = inputs[0].clone().requires_grad_()
     loss = fn(leaf, *inputs[1:], pieces=2, whole=more.mask)
-    grad = torch.autograd.grad(loss, leaf)[0] if loss.requires_grad else torch.zeros_like(leaf)
-    zero = _Whole(torch.zeros_like(loss), torch.zeros_like(grad))
-    return changed(_differ(zero, _Whole(loss.detach(), grad), 0.0), "of its first half as a micro-batch ", more)
-
-
-def _masked_garbage(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> Breach | None:
-    if not example.mask.any():
-        return None
-    mask, plain = example.mask, _evaluate(fn, example)
-    for kind, garbage in (("nan", "NaN"), ("mixed", "NaN, inf or 1e300")):
-        spoiled = example.map(lambda x, kind=kind: spoil(x, ~mask, generator, kind)).put(mask=mask)
-        if reason := _differ(plain, _evaluate(fn, spoiled), 0.0):
-            return Breach(f"with {garbage} where the mask is False, {reason}", spoiled)
-    return None
-
-
-def _finite_garbage(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> Breach | None:
-    if not example.mask.any():
-        return None
-    spoiled = stain(example, generator)
-    reason = _differ(_evaluate(fn, example), _evaluate(fn, spoiled))
-    return changed(reason, "with finite numbers where the mask is False, ", spoiled)
-
-
-def _constants(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> str | None:
-    leaves = [x.detach().clone().requires_grad_() for x in list(example.inputs.values())[:3]]
-    loss = fn(*leaves, example.mask, pieces=1, whole=example.mask)
-    grads = torch.autograd.grad(loss, leaves[1:], allow_unused=True) if loss.requires_grad else (None, None)
-    for name, grad in zip(list(example.inputs)[1:3], grads, strict=True):
-        if grad is not None and (reason := differ("it", torch.zeros_like(grad), grad, 0.0)):
-            return f"a gradient reaches {name}; detach it. {reason}"
-    return None
+    (grad,) = grads(loss, [leaf])
+    zero = _outcome(torch.zeros_like(loss), torch.zeros_like(grad))
+    reason = outcomes_differ(zero, _outcome(loss.detach(), grad), 0.0)
+    return changed(reason, "of its first half as a micro-batch ", more)
 
 
 def _cuts(rows: int, *, even: bool) -> Iterator[list[Tensor]]:
@@ -177,27 +133,10 @@ def _micro_batches(
         return None
     one = _evaluate(fn, example)
     for cuts in _cuts(len(example.mask), even=even):
-        if reason := _differ(one, _in_pieces(fn, example, cuts, trim=trim)):
+        if reason := outcomes_differ(one, _in_pieces(fn, example, cuts, trim=trim)):
             sizes = " and ".join(str(len(cut)) for cut in cuts)
             padded = ", each padded to its own longest row" if trim else ""
             return f"in micro-batches of {sizes} rows{padded}, {reason}, as in the whole batch"
-    return None
-
-
-def _row_order(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> Breach | None:
-    order = torch.randperm(len(example.mask), generator=generator)
-    moved, plain = example.map(lambda x: x[order]), _evaluate(fn, example)
-    reason = _differ(plain._replace(grad=plain.grad[order]), _evaluate(fn, moved))
-    return changed(reason, f"with the rows in the order {order.tolist()}, which they have here, ", moved)
-
-
-def _padding(fn: WholeLoss, example: LawExample, generator: torch.Generator, *, finite: bool = False) -> Breach | None:
-    width = example.mask.shape[1]
-    for columns in (1, 3):
-        wide = example.map(partial(widen, columns=columns, fill=0.0 if finite else torch.nan))
-        outcome = _evaluate(fn, wide)
-        if reason := _differ(_evaluate(fn, example), outcome._replace(grad=outcome.grad[:, :width])):
-            return Breach(f"with {columns} more columns of padding, {reason}", wide)
     return None
 
 
@@ -205,8 +144,8 @@ def _empty_rows(fn: WholeLoss, example: LawExample, generator: torch.Generator) 
     if not _filled(example):
         return None
     more = example.map(lambda x: torch.cat([x, torch.zeros_like(x[:2])]))
-    outcome, rows = _evaluate(fn, more), len(example.mask)
-    reason = _differ(_evaluate(fn, example), outcome._replace(grad=outcome.grad[:rows]))
+    rows = len(example.mask)
+    reason = outcomes_differ(_evaluate(fn, example), _evaluate(fn, more).map(lambda x: x[:rows]))
     return changed(reason, "with two rows more that have no token in the mask, ", more)
 
 
@@ -214,38 +153,29 @@ def _reinforce(
     fn: WholeLoss, example: LawExample, generator: torch.Generator, *, by_row: bool = False
 ) -> Breach | None:
     """Check that at old == new the gradient is minus a positive weight times the advantage, for any advantages."""
-    log_probs, _, advantages, mask = example.inputs.values()
+    log_probs, _, advantages, _ = example.inputs.values()
     if by_row:
         advantages = advantages[:, :1].expand_as(advantages).clone()
     example = example.put(old_log_probs=log_probs.clone(), advantages=advantages)
-    weights = -_evaluate(fn, example.put(advantages=torch.ones_like(advantages))).grad.where(mask, 0.0)
-    if _filled(example) and not (weights[mask] > 0).all():
-        return Breach("for advantages of 1 a token's gradient is not below 0", example)
-    expected, actual = (-weights * advantages).where(mask, 0.0), _evaluate(fn, example).grad.where(mask, 0.0)
-    return changed(differ("the gradient at old == new", expected, actual, TOLERANCES[actual.dtype]), "", example)
+    weights = -_gradient(fn, example.put(advantages=torch.ones_like(advantages)))
+    return _weighted(fn, example, weights, -advantages, "for advantages of 1 a token's gradient is not below 0")
 
 
 def _squared_error(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> Breach | None:
     """Check that at old == new the gradient is a positive weight times the error, for any returns."""
-    values, _, returns, mask = example.inputs.values()
+    values, _, returns, _ = example.inputs.values()
     example = example.put(old_values=values.clone())
-    weights = _evaluate(fn, example.put(returns=values - 1.0)).grad.where(mask, 0.0)
-    if _filled(example) and not (weights[mask] > 0).all():
-        return Breach("for errors of 1 a token's gradient is not above 0", example)
-    expected, actual = (weights * (values - returns)).where(mask, 0.0), _evaluate(fn, example).grad.where(mask, 0.0)
+    weights = _gradient(fn, example.put(returns=values - 1.0))
+    return _weighted(fn, example, weights, values - returns, "for errors of 1 a token's gradient is not above 0")
+
+
+def _weighted(fn: WholeLoss, example: LawExample, weights: Tensor, errors: Tensor, fault: str) -> Breach | None:
+    """Describe how the gradient [B, T] differs from weights * errors, or that a weight is not above 0, as `fault`
+    says; None if neither is so."""
+    if _filled(example) and not (weights[example.mask] > 0).all():
+        return Breach(fault, example)
+    expected, actual = (weights * errors).where(example.mask, 0.0), _gradient(fn, example)
     return changed(differ("the gradient at old == new", expected, actual, TOLERANCES[actual.dtype]), "", example)
-
-
-def _as_reference(
-    reference: WholeLoss,
-    fn: WholeLoss,
-    example: LawExample,
-    generator: torch.Generator,
-    *,
-    tolerance: float | None = None,
-) -> str | None:
-    reason = _filled(example) and _differ(_evaluate(reference, example), _evaluate(fn, example), tolerance)
-    return f"{reason}, as of {fn_name(reference)}" if reason else None
 
 
 _REINFORCE_TEXT = "at old == new the gradient is -weight * advantage, with weights above 0 that no advantage changes"
@@ -254,10 +184,10 @@ _EVEN_TEXT = "losses and gradients of micro-batches of one size add up to those 
 _TRIM_TEXT = "they do if every micro-batch is padded to its own longest row"
 LAWS = (
     Law("number", "it returns a finite 0-d tensor in the dtype of its arguments", _number),
-    Law("purity", "arguments stay as they are, and equal arguments give equal bits", _purity),
+    _rows.purity(_evaluate),
     Law("empty micro-batch", "a micro-batch with nothing in the mask gives 0 and a gradient of 0", _all_masked),
-    Law("masked garbage", GARBAGE_TEXT, _masked_garbage, mild=_finite_garbage, note=FINITE_NOTE),
-    Law("constants", "the gradient reaches the first argument alone", _constants, mild=nothing, note=DETACHED_NOTE),
+    _rows.masked_garbage(_of_tokens, _of_tokens),
+    _rows.constants(_total),
     Law("micro-batches", _EVEN_TEXT, partial(_micro_batches, even=True)),
     Law("width of micro-batches", _TRIM_TEXT, partial(_micro_batches, even=True, trim=True)),
     Law(
@@ -267,8 +197,8 @@ LAWS = (
         mild=nothing,
         note="a trainer whose micro-batches all have one size never meets it",
     ),
-    Law("row order", "the loss does not depend on the order of rows, and the gradient goes with them", _row_order),
-    Law("padding width", PADDING_TEXT, _padding, mild=partial(_padding, finite=True), note=FINITE_NOTE),
+    _rows.row_order(_evaluate, "the loss does not depend on the order of rows, and the gradient goes with them"),
+    _rows.padding_width(_evaluate, _evaluate),
     Law(
         "rows without tokens",
         "rows of which nothing is in the mask change nothing",
@@ -296,8 +226,9 @@ def whole_suite(
     laws = (*LAWS, VALUE_LAW if values else POLICY_LAW)
     if reference is not None:
         text = "loss and gradient are those of the reference"
-        mild, note = partial(_as_reference, reference, tolerance=NEAR), f"they agree to {NEAR}"
-        laws += (Law("reference", text, partial(_as_reference, reference), mild=mild, note=note),)
+        strict = partial(_rows.reference_differs, _of_filled, reference)
+        mild, note = partial(strict, tolerance=NEAR), f"they agree to {NEAR}"
+        laws += (Law("reference", text, strict, mild=mild, note=note),)
     see = (
         f"loss = {{}}({names[0]}.requires_grad_(), {', '.join(names[1:])}, mask, pieces=1, whole=mask)",
         "loss.backward()",

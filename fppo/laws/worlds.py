@@ -122,7 +122,7 @@ def world(
     """
     if min(prompts, horizon) < 1 or vocabulary < 2:
         raise ValueError(f"prompts={prompts}, vocabulary={vocabulary}, horizon={horizon}: give 1, 2 and 1 or more")
-    responses = _all_responses(vocabulary, horizon)
+    responses = all_responses(vocabulary, horizon)
     heads = sorted({s[:t] for s in responses for t in range(len(s))}, key=lambda head: (len(head), head))
     tokens, places, mask = _in_columns(responses, heads, [0, *range(1 + gap, horizon + gap)])
     generator = torch.Generator().manual_seed(seed)
@@ -150,14 +150,15 @@ def world(
     )
 
 
-def _all_responses(vocabulary: int, horizon: int) -> list[tuple[int, ...]]:
-    """All responses: tokens up to the first `END`, or `horizon` of them."""
-    return [
-        (*head, end)
+def all_responses(vocabulary: int, horizon: int, *, end: int = END) -> tuple[tuple[int, ...], ...]:
+    """All responses: tokens up to the first `end`, or `horizon` of them."""
+    others = [token for token in range(vocabulary) if token != end]
+    return tuple(
+        (*head, last)
         for length in range(1, horizon + 1)
-        for head in itertools.product(range(1, vocabulary), repeat=length - 1)
-        for end in (range(vocabulary) if length == horizon else (END,))
-    ]
+        for head in itertools.product(others, repeat=length - 1)
+        for last in (range(vocabulary) if length == horizon else (end,))
+    )
 
 
 def _in_columns(
@@ -176,8 +177,8 @@ def _in_columns(
 
 
 def worlds(*, binary: bool = False, lag: float = 0.0, critic_error: float = 0.0) -> tuple[SmallWorld, ...]:
-    """Worlds of growing sizes, from one prompt and one step to three steps with a gap; the default of
-    `check_gradient`."""
+    """Worlds, drawn as by `world`, of growing sizes, from one prompt and one step to three steps with a gap; the
+    default of `check_gradient`."""
     sizes = ((1, 2, 1, False), (1, 2, 2, False), (1, 3, 2, False), (2, 2, 2, True), (1, 3, 3, True))
     return tuple(
         world(
@@ -196,7 +197,7 @@ def worlds(*, binary: bool = False, lag: float = 0.0, critic_error: float = 0.0)
 
 @attrs.frozen(kw_only=True, eq=False)
 class Batches:
-    """All batches of n responses to each prompt, as R stacked rows, each with the index of its batch."""
+    """All batches of n responses to each prompt, as R stacked rows, each with its batch's index (`numbers`)."""
 
     prompts: Tensor  # [R] int64: the index of each row's prompt
     responses: Tensor  # [R] int64: the index of each row's response

@@ -33,7 +33,7 @@ class Correction(NamedTuple):
 
 
 def _numbers(setting: str, value: str | float | tuple[float, float]) -> tuple[float, ...]:
-    """One or two positive numbers, ascending: from a number, a pair, "2.0" or "0.5_2.0"."""
+    """One or two positive numbers, ascending, for a `setting`: from a number, a pair, "2.0" or "0.5_2.0"."""
     words = value.split("_") if isinstance(value, str) else value if isinstance(value, tuple) else (value,)
     try:
         numbers = tuple(float(word) for word in words)
@@ -75,8 +75,7 @@ def _rejections(reject: str, threshold: str | float | tuple[float, float]) -> di
 
 
 def _moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The count, the mean and the population variance of `x` where `mask` is True, each 0-d float64; 0 for an empty
-    mask."""
+    """The count, mean and population variance of `x` where `mask` is True, each 0-d float64; 0 for an empty mask."""
     numbers = x.detach().double().where(mask, 0.0)
     count = mask.sum().double()
     middle = numbers.sum() / count.clamp(min=1)
@@ -113,7 +112,8 @@ def _sequence_metrics(rows: Rows, valid: Tensor, *, center: float) -> Metrics:
 def _weight_metrics(
     weights: Tokens, raw: Tokens, row_log: Rows | None, mask: Mask, bounds: tuple[float, float]
 ) -> Metrics:
-    """Metrics of the applied weights [B, T], with the raw weights' fraction out of bounds and extremes by sequence."""
+    """Metrics of the applied weights [B, T]: their extremes, and the fraction of `raw` ones out of bounds; if given,
+    both are of the rows' log-weights [B]."""
     valid = mask.any(-1)
     low, high = bounds
     _, middle, variance = _moments(weights, mask)
@@ -143,8 +143,7 @@ def _weight_metrics(
 def _importance_weights(
     delta: Tokens, mask: Mask, level: str, threshold: str | float | tuple[float, float], batch_normalize: bool
 ) -> tuple[Tokens, Metrics]:
-    """Importance weights [B, T], float64, and their metrics; `delta` is log(training / rollout probability), 0 outside
-    the mask."""
+    """Importance weights [B, T], float64, and their metrics; `delta` is log(training / rollout), 0 outside the mask."""
     if level not in LEVELS:
         unknown("level", level, LEVELS)
     numbers = _numbers("threshold", threshold)
@@ -184,7 +183,8 @@ def _statistic(delta: Tokens, mask: Mask, option: str) -> tuple[Tokens, Rows]:
 
 
 def _reject(delta: Tokens, mask: Mask, option: str, bounds: tuple[float, float]) -> tuple[Mask, Metrics]:
-    """The mask of tokens that a rejection option keeps, bool [B, T], and its metrics."""
+    """The mask of tokens that a rejection option keeps, its statistic of `delta` within the bounds, bool [B, T], and
+    its metrics."""
     valid = mask.any(-1)
     tokens, rows = _statistic(delta, mask, option)
     below, above = _outside(tokens, *bounds)

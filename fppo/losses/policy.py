@@ -169,8 +169,8 @@ def gmpo(
 def _dppo(
     log_probs: Tokens, delta: Tokens, adv: Tokens, mask: Mask, trusted: Mask, max_ratio: Scalar
 ) -> tuple[Tokens, Metrics]:
-    """The DPPO loss -A min(r, max_ratio) log_probs on the `trusted` tokens, the ratio r = exp(`delta`) held constant,
-    and its metrics; 0 on all other tokens."""
+    """The DPPO loss -A min(r, max_ratio) log_probs, A = `adv`, on the `trusted` tokens, the ratio r = exp(`delta`) held
+    constant, and its metrics; 0 on all other tokens."""
     ratio = delta.exp()
     cap = scalar(max_ratio, ratio)
     weight = torch.minimum(ratio, cap).where(trusted, 0.0).detach()

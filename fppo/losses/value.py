@@ -165,8 +165,7 @@ def huber_head(*, delta: float = 1.0, clip: float | None = 0.5) -> ValueHead:
 
 
 def hl_gauss_head(*, bins: int = 51, low: float = -0.1, high: float = 1.1, sigma: float = 0.75) -> ValueHead:
-    """A head of `bins` outputs with `hl_gauss`; leave a margin between the scores and the ends `low` and `high` of the
-    bins."""
+    """A head of `bins` outputs with `hl_gauss`; leave a margin between scores and the bins' ends `low` and `high`."""
     read, loss_fn = partial(binned_values, low=low, high=high), partial(hl_gauss, low=low, high=high, sigma=sigma)
     return ValueHead(outputs=_several(bins), read=read, loss_fn=loss_fn)
 

@@ -81,7 +81,7 @@ def _unexpected(module: PreTrainedModel, names: Sequence[str]) -> set[str]:
 
 def _is_tied_copy(module: PreTrainedModel, name: str, groups: Mapping[str, Sequence[_Stored]]) -> bool:
     """Whether a stored tensor equals the one that the config ties it to, such as a vocabulary head and embeddings. Both
-    are read by blocks of rows."""
+    are read by blocks of rows; `groups` has the stored tensors of each parameter."""
     tied: Mapping[str, str] = getattr(module, "all_tied_weights_keys", {})
     sources = [source for each in (name, tied.get(name, "")) for source in groups.get(each, ())]
     if len(sources) != 2 or any(source.pattern for source in sources):
@@ -131,7 +131,7 @@ def _groups(
 
 
 def _converted(module: PreTrainedModel, target: str, sources: Sequence[_Stored], converter: WeightConverter) -> Params:
-    """Convert stored tensors to whole parameters by transformers' converter."""
+    """Convert the stored `sources` of the parameter `target` to whole parameters by transformers' converter."""
     converter = copy.deepcopy(converter)
     for name, file, pattern, _ in sources:
         with safe_open(file, "pt") as tensors:
@@ -141,7 +141,7 @@ def _converted(module: PreTrainedModel, target: str, sources: Sequence[_Stored],
 
 
 def _read(source: _Stored, extent: torch.Size | Extent, dtype: torch.dtype, mesh: Mesh) -> Tensor:
-    """This rank's part of a stored tensor; the whole tensor if it lacks the shape of `extent`."""
+    """This rank's part of the stored tensor `source`; the whole tensor if it lacks the shape of `extent`."""
     with safe_open(source.file, "pt") as tensors:  # anew each time: an open file keeps all it has read in memory
         stored = tensors.get_slice(source.name)
         shape = torch.Size(stored.get_shape())

@@ -25,14 +25,16 @@ class Lora:
 
     A target is "all-linear" (linear layers and stacks of experts inside the model, without routers of experts,
     embeddings and vocabulary head), the end of a parameter's path, as "q_proj" or "mlp.down_proj", or a pattern of
-    whole paths, as "model.layers.1?.*". The scale is alpha / rank ("standard") or alpha / sqrt(rank) ("rslora",
-    arXiv:2312.03732). Raises ValueError for a rank below 1, no targets, or another scaling.
+    whole paths, as "model.layers.1?.*". Weights that `exclude` names in these ways have no adapter. The scale is
+    alpha / rank ("standard") or alpha / sqrt(rank) ("rslora", arXiv:2312.03732). Raises ValueError for a rank below 1,
+    no targets, or another scaling.
     """
 
     rank: int
     alpha: float
     targets: tuple[str, ...] = ("all-linear",)
     scaling: Scaling = "standard"
+    exclude: tuple[str, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         if self.rank < 1:
@@ -180,10 +182,10 @@ def taking_adapted(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def _refused(what: str) -> NoReturn:
+def _refused(operation: str) -> NoReturn:
     raise RuntimeError(  # Python replaces a TypeError by one of its own
-        f"{what} of an adapted weight: the model's code uses it otherwise than in a product that fppo knows; leave "
-        "that weight out of the adapter's targets"
+        f"{operation} of an adapted weight: the model's code uses it otherwise than in a product that fppo knows; "
+        "leave that weight out of the adapter's targets"
     )
 
 

@@ -1,5 +1,4 @@
-"""Quantised bases of adapters: models whose linear layers are stored as codes of 8 or 4 bits, the same codes on every
-mesh."""
+"""Quantised bases of adapters: models whose linear layers are codes of 8 or 4 bits, the same on every mesh."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def quantised_weights(model: Model) -> dict[str, bool]:
     """The weights of a plain model to be quantised (linear layers and stacks of experts, as in "all-linear", without
     those that transformers keeps in float32), and whether each is stored [..., in, out]. Raises ValueError for a model
     without any."""
-    wide = frozenset[str]().union(*model.wide.values())
+    wide = frozenset[str]().union(*model.float32_params.values())
     linear = {name: turned for name, turned in linear_weights(model.unplaced or model).items() if name not in wide}
     if not linear:
         raise ValueError(f"model.lora.base: model type {model.config.model_type!r} has no linear layer to quantise")

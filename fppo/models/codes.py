@@ -27,8 +27,7 @@ def is_coded(name: str) -> bool:
 
 
 def names_in_codes(names: Iterable[str], forms: Forms) -> tuple[str, ...]:
-    """The names under which weights are stored: a weight's own name or, if it is in `forms`, those of its codes and
-    scales."""
+    """The names under which weights are stored: a weight's own or, if it is in `forms`, those of codes and scales."""
     return tuple(kept for name in names for kept in ((name + CODES, name + SCALES) if name in forms else (name,)))
 
 
@@ -49,7 +48,8 @@ def shapes_of_weights(
 
 
 def layout_in_codes(layout: Layout, forms: Forms) -> Layout:
-    """The layout of codes and scales for a layout of weights: cut like these, so that codes equal the whole weight's.
+    """The layout of codes and scales for a layout of weights in these `forms`: cut like these, so that codes equal the
+    whole weight's.
 
     Raises ValueError that names weights that the tensor axis would cut within a block with one scale.
     """
@@ -117,8 +117,8 @@ def _cuts(form: Form, cut: Cut) -> tuple[Cut, Cut | None]:
 def values(
     tensors: Mapping[str, Tensor], forms: Forms, dtype: torch.dtype | None = None, *, start: str = ""
 ) -> dict[str, Tensor]:
-    """Replace codes and scales in `tensors`, named without `start`, by `Quantised` weights, in their dtype or
-    another."""
+    """Replace codes and scales in `tensors`, whose names lack the prefix `start`, by `Quantised` weights in `dtype`, or
+    each in its own."""
     made = {name: x for name, x in tensors.items() if not is_coded(name)}
     for name in [name.removesuffix(CODES) for name in tensors if name.endswith(CODES)]:
         made[name] = forms[start + name].value(tensors[name + CODES], tensors[name + SCALES], dtype)

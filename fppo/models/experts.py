@@ -23,7 +23,7 @@ SINGLE = Axis()
 
 @attrs.frozen(eq=False)
 class Dispatched:
-    """A model prepared for an expert axis of `ranks` ranks, before a rank is chosen."""
+    """A model prepared for an expert axis of `ranks` ranks, before a rank is chosen; `sizes` counts exchanged rows."""
 
     model: Model
     cuts: dict[str, Cut]
@@ -41,8 +41,8 @@ class Dispatched:
         return attrs.evolve(layout, cuts=others | self.cuts, once=once, expert=(axis.rank, axis.size))
 
     def on(self, axis: Axis, narrower: Model | None = None, tensor: Axis = SINGLE) -> Model:
-        """The model of this rank of an expert axis; `narrower` is the model on the rank's `tensor` axis, whose skeleton
-        is reused."""
+        """The model of this rank of an expert axis; `narrower` is that on the rank's `tensor` axis, whose skeleton is
+        reused."""
         region, block = Region(axis), Region(tensor)
         base = narrower or attrs.evolve(self.model, skeleton=copy.deepcopy(self.model.skeleton))
         for path in self.modules:

@@ -66,8 +66,8 @@ def attention_flops(model: Model, lengths: Sequence[int]) -> float:
 def train_flops(
     model: Model, lengths: Sequence[int], *, head_tokens: int | None = None, shared: Sequence[int] = ()
 ) -> float:
-    """FLOPs of forward and backward pass: three times the forward's, without the gradients of frozen weights.
-    Recomputation does not count as model FLOPs."""
+    """FLOPs of forward and backward pass, with `forward_flops`'s arguments: three times the forward's, without the
+    gradients of frozen weights. Recomputation does not count as model FLOPs."""
     every = 3.0 * forward_flops(model, lengths, head_tokens=head_tokens, shared=shared)
     tokens = sum(lengths) - sum(shared)
     if model.frozen is None:

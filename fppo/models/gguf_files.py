@@ -50,21 +50,23 @@ def unpacked(file: Path, *, weights: bool) -> Path:
         raise ValueError(text) from error
 
 
-def _written(file: Path, header: GgufHeader, place: Path, weights: bool) -> Path:
+def _written(file: Path, header: GgufHeader, directory: Path, weights: bool) -> Path:
     with tempfile.TemporaryDirectory(prefix="fppo_") as alone:  # transformers must not read files beside it
         (Path(alone) / _FILE).symlink_to(file.resolve())
         config = _config(file, Path(alone), header)
         tokenizer = _tokenizer(file, Path(alone), header)
         model = build(config)
         if not weights:
-            save_config(model, place, tokenizer=tokenizer)
-            return place
+            save_config(model, directory, tokenizer=tokenizer)
+            return directory
         size = 4 * sum(shape.numel() for shape in model.whole_shapes.values())
-        if (free := shutil.disk_usage(place.parent).free) < size:
-            text = f"its weights take {size / 1e9:.1f} GB in float32, and {place.parent} has room for {free / 1e9:.1f}"
+        if (free := shutil.disk_usage(directory.parent).free) < size:
+            text = (
+                f"its weights take {size / 1e9:.1f} GB in float32, and {directory.parent} has room for {free / 1e9:.1f}"
+            )
             raise ValueError(f"{file}: {text}; XDG_CACHE_HOME names another place")
-        save(model, _params(file, Path(alone), header, model), place, tokenizer=tokenizer)
-        return place
+        save(model, _params(file, Path(alone), header, model), directory, tokenizer=tokenizer)
+        return directory
 
 
 def _config(file: Path, directory: Path, header: GgufHeader) -> PreTrainedConfig:

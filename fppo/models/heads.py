@@ -42,8 +42,7 @@ def output_head(model: Model, params: Params) -> Head:
 
 
 def vocabulary_head(model: Model) -> tuple[str, str]:
-    """The parameter names of the vocabulary head's weight (the embeddings if tied), and of its bias, which may not
-    exist."""
+    """The names of the vocabulary head's weight (the embeddings if tied), and of its bias, which may not exist."""
     name = next((n for n in VOCABULARY_HEADS if n in model.all_shapes), None)
     name = name or embedding_name(model)
     return name, name.replace("weight", "bias")

@@ -1,7 +1,7 @@
 """Kernels inside the layers: linear layers, root-mean-square norms, gated activations, rotary positions.
 
-A skeleton with kernels other than the model's own code has seams in place of such modules. Modules are recognised by
-their structure and by their results on random numbers; unrecognised ones keep their own code.
+A skeleton with kernels other than the model's own code has seams, modules that call them, in place of such modules.
+Modules are recognised by their structure and by their results on random numbers; unrecognised ones keep their own code.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class NormSeam(nn.Module):
 
 
 class LayerNormSeam(nn.Module):
-    """Replaces a norm by mean and variance and calls a kernel for it."""
+    """A layer norm that a kernel computes: takes the place of `module`, a norm of this form, with its parameters."""
 
     def __init__(self, module: nn.Module, form: LayerNormForm, kernel: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -268,14 +268,15 @@ def _near(actual: Any, expected: Tensor) -> bool:
 
 
 class KernelPlace(NamedTuple):
-    """Replacement for an operation's modules: `form` recognises one, `seam(module, form, kernel)` takes its place."""
+    """How an operation's modules, called `noun` in errors, are replaced: `form(module)` describes one (None: another
+    module), and `seam(module, form, kernel)` makes the module that calls the kernel."""
 
-    what: str
+    noun: str
     form: Callable[[nn.Module], Any]
     seam: Callable[[nn.Module, Any, Callable[..., Any]], nn.Module]
 
     def seam_of(self, kernel: Callable[..., Any], module: nn.Module) -> nn.Module | None:
-        """A seam to take a module's place; None for a module of another kind."""
+        """A module that calls `kernel` in a module's place; None for a module of another kind."""
         form = self.form(module)
         return None if form is None else self.seam(module, form, kernel)
 
@@ -299,7 +300,7 @@ def put_kernels(skeleton: PreTrainedModel, inner: Inner) -> None:
     chosen = [op for op, kernel in inner.items() if kernel is not OWN[op]]
     for op, place in PLACES.items():
         if op in chosen and not _replace(skeleton, functools.partial(place.seam_of, inner[op])):
-            raise _no_place(skeleton, op, place.what)
+            raise _no_place(skeleton, op, place.noun)
     added = None if inner["add_rms_norm"] is OWN["add_rms_norm"] else inner["add_rms_norm"]
     others = [op for op in chosen if op not in PLACES]
     if others and not know_layers(skeleton, inner["rotary"], added):
@@ -313,15 +314,15 @@ def has_place(skeleton: PreTrainedModel, op: str) -> bool:
     return bool(known_layers(skeleton))
 
 
-def _no_place(skeleton: PreTrainedModel, op: str, what: str) -> ValueError:
+def _no_place(skeleton: PreTrainedModel, op: str, noun: str) -> ValueError:
     return ValueError(
-        f"model type {skeleton.config.model_type!r}: fppo knows no {what} in {type(skeleton).__name__} for the "
+        f"model type {skeleton.config.model_type!r}: fppo knows no {noun} in {type(skeleton).__name__} for the "
         f"kernel of {op}; leave {op} as it is by default"
     )
 
 
 def _replace(skeleton: nn.Module, seam_of: Callable[[nn.Module], nn.Module | None]) -> int:
-    """Replace modules by their seams, a shared module by one seam, and count the replaced ones."""
+    """Replace each module for which `seam_of` makes another, a shared one by a shared one, and count those replaced."""
     seams: dict[nn.Module, nn.Module | None] = {}
     parents: Sequence[nn.Module] = list(skeleton.modules())
     for parent in parents:

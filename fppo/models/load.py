@@ -187,7 +187,7 @@ def _read(
         named, problems = _read_whole(model, directory, plain_config(config), dtype)
     else:
         named, problems = _read_quantised(model, directory, config, dtype)
-    problems += _misfits(model, named, dtype)
+    problems += _compare(model, named)
     if problems:
         return named, problems
     parts = {}
@@ -237,18 +237,6 @@ def _quantisation(config: PreTrainedConfig) -> dict[str, Any] | None:
 def _is_float(dtype: torch.dtype) -> bool:
     """Whether numbers of this dtype are weights: floating point, wider than the 8-bit codes."""
     return dtype.is_floating_point and dtype.itemsize > 1
-
-
-def _misfits(model: Model, named: Params, dtype: torch.dtype) -> list[str]:
-    """The parameters read with a shape or dtype other than the model's."""
-    wrong = []
-    for name, x in named.items():
-        wanted = state_dtype(model, name, dtype)
-        if x.shape != model.whole_shapes[name]:
-            wrong.append(f"{name} has shape {tuple(x.shape)}, expected {tuple(model.whole_shapes[name])}")
-        elif x.dtype != wanted:
-            wrong.append(f"{name} is {x.dtype}, expected {wanted}")
-    return wrong
 
 
 def _read_whole(
@@ -320,6 +308,7 @@ def _value_head(model: Model, directory: Path, outputs: int | range, key: Key | 
 
 
 def _compare(model: Model, params: Params) -> list[str]:
+    """The parameters whose shape is not the model's."""
     return [
         f"{name} has shape {tuple(x.shape)}, expected {tuple(model.whole_shapes[name])}"
         for name, x in params.items()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fppo import tree
+from fppo._errors import nearest
 from fppo.key import Key
 from fppo.models import probe as probes
 from fppo.models.adapted import FACTORS, Frozen, Lora, Parts, merged_weight
@@ -71,13 +72,15 @@ def linear_weights(model: Model) -> dict[str, bool]:
             flipped = bool(getattr(module, "is_transposed", False))
             flips |= {f"{model.prefix}{path}.{name}": flipped for name in stacks}
     weights = set(names_of_weights(model.shapes))
-    return {name: flip for name, flip in flips.items() if name in weights and name not in model.fixed}
+    return {name: flip for name, flip in flips.items() if name in weights and name not in model.untrained_params}
 
 
-def places_of(model: Model, targets: tuple[str, ...]) -> dict[str, bool]:
-    """The weights of a plain model that match the targets, and whether each is stored [in, out].
+def places_of(model: Model, targets: tuple[str, ...], exclude: tuple[str, ...] = ()) -> dict[str, bool]:
+    """The weights of a plain model that match the targets and no name in `exclude`, and whether each is stored
+    [in, out].
 
-    Raises ValueError that names the targets without a match. A value model ignores the target of a vocabulary head.
+    Raises ValueError that names the targets without a match, and names in `exclude` that match no target's weight. A
+    value model ignores the name of a vocabulary head.
     """
     linear = linear_weights(model)
     others = [embedding_name(model), *(name for name in VOCABULARY_HEADS if name in model.shapes)]
@@ -88,11 +91,18 @@ def places_of(model: Model, targets: tuple[str, ...]) -> dict[str, bool]:
         listed = sorted(known)
         more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
         raise ValueError(f"targets {missed} name no weight that can be adapted; there are {listed[:_NAMED]}{more}")
-    return {
+    chosen = {
         name: flipped
         for name, flipped in known.items()
         if any(name in linear if target == ALL_LINEAR else _names(target, name) for target in targets)
     }
+    if idle := [each for each in exclude if not any(_names(each, name) for name in (*chosen, *absent))]:
+        paths = [name.removesuffix(".weight") for name in chosen]
+        ends = dict.fromkeys(path.rpartition(".")[2] for path in paths)
+        near = nearest(idle[0], [*ends, *paths])
+        hint = f"; did you mean {near!r}?" if near else f"; their names end in {sorted(ends)}"
+        raise ValueError(f"exclude {idle} names no weight that targets name{hint}")
+    return {name: flipped for name, flipped in chosen.items() if not any(_names(each, name) for each in exclude)}
 
 
 def _names(target: str, name: str) -> bool:
@@ -138,7 +148,9 @@ def without_base(model: Model, lora: Lora) -> Model:
     if model.frozen is not None:
         raise ValueError("the model is adapted already: merge it first, and adapt the plain model")
     whole = model.unplaced or model
-    places = places_of(whole, lora.targets)
+    places = places_of(whole, lora.targets, lora.exclude)
+    if not places and lora.exclude:
+        raise ValueError(f"exclude {list(lora.exclude)} leaves none of the weights that targets name")
     if not places:
         raise ValueError(f"model type {model.config.model_type!r} has no linear layer to adapt: name other targets")
     if model.spans and (bare := set(range(len(model.layers))) - {model.layer_of(name) for name in places}):
@@ -171,15 +183,17 @@ def without_base(model: Model, lora: Lora) -> Model:
 def _factors(
     shapes: Mapping[str, torch.Size], name: str, places: Mapping[str, bool], rank: int
 ) -> tuple[tuple[str, torch.Size], ...]:
-    """The names and shapes of a weight's factors A and B."""
+    """The names and shapes of a weight's factors A and B, of this rank. `places` says of each adapted weight whether it
+    is stored transposed, [..., in, out]."""
     *stack, rows, columns = shapes[name]
     wide, out = (rows, columns) if places[name] else (columns, rows)
     return (f"{name}.lora_A", torch.Size((*stack, rank, wide))), (f"{name}.lora_B", torch.Size((*stack, out, rank)))
 
 
 def with_factors(layout: Layout, places: Mapping[str, bool], rank: int) -> Layout:
-    """A layout with the factors of its weights: a cut of W along inputs cuts A, along outputs B, along experts both.
-    Uncut factors are whole on every rank, each with a share of the gradient."""
+    """A layout with factors A [rank, in] and B [out, rank] of the weights W that `places` names, with True for those
+    stored as [in, out]: a cut of W along inputs cuts A, along outputs B, along experts both. Uncut factors are whole on
+    every rank of the mesh, each with a share of the gradient."""
     whole, cuts, stages = dict(layout.whole), dict(layout.cuts), dict(layout.stages)
     for name, flipped in places.items():
         cut, (wide, out) = cuts.get(name), (-2, -1) if flipped else (-1, -2)
@@ -279,13 +293,13 @@ def decoded(
 
 
 def kept(model: Model) -> frozenset[str]:
-    """The names of the base weights without factors; none for a plain model."""
+    """The names of the base weights that have no LoRA factors and so never change; empty for a model without LoRA."""
     frozen = model.frozen
     return frozenset() if frozen is None else frozenset(names_of_weights(frozen.shapes)) - frozen.places.keys()
 
 
 def _rows(a: Tensor, b: Tensor, flipped: bool, rows: slice) -> tuple[Tensor, Tensor]:
-    """Cut a weight's factors A and B to some `rows` of the weight."""
+    """Cut factors A and B to some `rows` of their weight, [in, out] if `flipped`; of a stack, to these experts."""
     if a.dim() == 3:
         return a[rows], b[rows]
     return (a[:, rows], b) if flipped else (a, b[rows])
@@ -305,7 +319,9 @@ def adapted_probe(
     if model.vision is not None and small.vision is not None:
         small = attrs.evolve(small, vision=attrs.evolve(small.vision, trains=model.vision.trains))
     targets = tuple(t for t in lora.targets if t == ALL_LINEAR or any(_names(t, n) for n in small.shapes))
-    spec = Lora(2, 4.0, targets or (ALL_LINEAR,))
+    targets = targets or (ALL_LINEAR,)
+    exclude = tuple(e for e in lora.exclude if any(_names(e, name) for name in places_of(small, targets)))
+    spec = Lora(2, 4.0, targets, exclude=exclude if places_of(small, targets, exclude) else ())
     small, params = (small, params) if as_base is None else as_base(small, params)
     adapted, adapter = adapt(small, params, spec, key=Key(0), dtype=dtype)
     return adapted, {n: x + 0.1 * torch.cos(torch.arange(x.numel())).view(x.shape) for n, x in adapter.items()}

@@ -23,7 +23,7 @@ from fppo.models.adapted import FACTORS, Lora
 from fppo.models.codes import names_of_weights
 from fppo.models.heads import embedding_name, vocabulary_head
 from fppo.models.load import find_directory
-from fppo.models.lora import frozen_of
+from fppo.models.lora import frozen_of, places_of
 from fppo.models.model import Model, Params
 from fppo.models.place import own_params, whole_params
 from fppo.models.save import first_alone
@@ -250,7 +250,8 @@ def _order_metadata(path: Path) -> None:
 
 
 def stored(model: Model, adapter: Mapping[str, Tensor], mesh: Mesh = LOCAL) -> Params:
-    """The whole factors by PEFT's names and in its shapes. On a mesh that cuts parameters every rank must call."""
+    """The whole factors of `adapter` by PEFT's names, in its shapes. Every rank must call if the mesh cuts
+    parameters."""
     forms, tensors = _stored(model), dict[str, Tensor]()
     whole = whole_params(model, dict(adapter), mesh)
     for name, names in forms.items():
@@ -272,9 +273,21 @@ def _config(model: Model, base: str) -> dict[str, Any]:
         "bias": "none",
         "inference_mode": True,
         "target_modules": sorted(name.removesuffix(_WEIGHT) for name in frozen.places if name not in wrapped),
+        "exclude_modules": _excluded(model) or None,
         "target_parameters": list(dict.fromkeys(_end(name, model) for name in wrapped)) or None,
         "fan_in_fan_out": any(flipped for name, flipped in frozen.places.items() if name not in wrapped),
     }
+
+
+def _excluded(model: Model) -> list[str]:
+    """The modules that targets name and `Lora.exclude` leaves out, by their whole names, as PEFT's list has them.
+    Stacks of experts are no modules of their own."""
+    frozen = frozen_of(model)
+    if not frozen.lora.exclude:
+        return []
+    chosen = places_of((model.unplaced or model).plain, frozen.lora.targets)
+    names = (name for name in chosen if name not in frozen.places and name.endswith(_WEIGHT))
+    return sorted(name.removesuffix(_WEIGHT) for name in names)
 
 
 def _wrapped(model: Model) -> list[str]:
@@ -294,8 +307,8 @@ def _is_stack(name: str, model: Model) -> bool:
 
 
 def _end(name: str, model: Model) -> str:
-    """A parameter's name for the config: the end of a stack's name if all stacks of that end are adapted, else the
-    whole name."""
+    """The entry for a weight in PEFT's list of adapted parameters: its whole name, or for a stack of experts the last
+    three parts of its name, if all stacks whose names end so are adapted."""
     end, frozen = ".".join(name.split(".")[-3:]), frozen_of(model.unplaced or model)
     alike = [each for each in names_of_weights(frozen.shapes) if each.endswith(f".{end}")]
     return end if _is_stack(name, model) and all(each in frozen.places for each in alike) else name

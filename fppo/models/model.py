@@ -38,8 +38,9 @@ SCORE_WEIGHT, SCORE_BIAS = "score.weight", "score.bias"
 
 @attrs.frozen
 class Span:
-    """Stage `stage` of the `stages` of a pipeline: its layers and parameters, and the shapes of the parameters that it
-    lacks outside the layers."""
+    """One stage of a model that is cut into the `stages` of a pipeline: its number `stage` from 0, its `layers`, and
+    the `names` of its parameters. `absent` has the shapes of parameters outside the layers, as the embedding, that only
+    other stages have."""
 
     layers: range
     stage: int
@@ -74,7 +75,8 @@ class Model:
     routers: tuple[routing.Router, ...] = ()  # in the order of the layers
     stateful: tuple[int, ...] = ()  # the layers that carry a state along a row
     buffers: frozenset[str] = frozenset()  # those of `shapes` without gradient: state that checkpoints keep in buffers
-    wide: Mapping[torch.dtype, frozenset[str]] = attrs.field(factory=dict)  # by dtype: the parameters kept in float32
+    # by dtype of the others: the parameters kept in float32
+    float32_params: Mapping[torch.dtype, frozenset[str]] = attrs.field(factory=dict)
     shares: bool = True  # whether tensors of the skeleton have several names, to be tied in each pass
     compute_dtype: torch.dtype | None = None
     checkpoint_layers: Recompute = False
@@ -113,17 +115,16 @@ class Model:
         return self.config if self.vision is None else self.vision.config
 
     @property
-    def seeing(self) -> frozenset[str]:
+    def vision_params(self) -> frozenset[str]:
         """The names of the parameters of the vision tower and the projector."""
         text = None if self.vision is None else f"{self.prefix}{self.vision.text}."
         inside = (name for name in self.whole_shapes if name.startswith(self.prefix))
         return frozenset(() if text is None else (name for name in inside if not name.startswith(text)))
 
     @property
-    def fixed(self) -> frozenset[str]:
-        """The names of the parameters that updates leave alone: state in buffers, and a vision tower that is not
-        trained."""
-        return self.buffers if self.vision is None or self.vision.trains else self.buffers | self.seeing
+    def untrained_params(self) -> frozenset[str]:
+        """The names of the parameters that updates leave alone: buffers with state, and an untrained vision tower."""
+        return self.buffers if self.vision is None or self.vision.trains else self.buffers | self.vision_params
 
     def text_of(self, skeleton: PreTrainedModel) -> PreTrainedModel:
         """The language model in a skeleton of this model."""
@@ -331,7 +332,7 @@ def build(
         stateful=stateful,
         routers=tuple(attrs.evolve(x, bias=x.bias and prefix + x.bias) for x in routers),
         buffers=buffers,
-        wide=_wide(config, shapes, trust_remote_code),
+        float32_params=_float32_params(config, shapes, trust_remote_code),
         shares=_has_shared(base),
         compute_dtype=compute_dtype,
         checkpoint_layers=checkpoint_layers,
@@ -371,7 +372,7 @@ def _has_shared(base: PreTrainedModel) -> bool:
     return len({id(x) for _, x in named}) < len(named)
 
 
-def _wide(
+def _float32_params(
     config: PreTrainedConfig, shapes: Mapping[str, torch.Size], trust_remote_code: bool
 ) -> dict[torch.dtype, frozenset[str]]:
     """The parameters that transformers' `from_pretrained` gives in float32 when asked for 16 bits: those that modules
@@ -390,13 +391,13 @@ def state_dtype(model: Model, name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a parameter or buffer when its model is in `dtype`. Buffers, and parameters that transformers keeps
     in float32 beside `dtype`, are in float32 or wider. An adapter's factors follow their weight."""
     weight = name.removesuffix(FACTORS[0]).removesuffix(FACTORS[1])
-    kept = name in model.buffers or weight in model.wide.get(dtype, ())
+    kept = name in model.buffers or weight in model.float32_params.get(dtype, ())
     return torch.promote_types(dtype, torch.float32) if kept else dtype
 
 
-def kept_wide(model: Model, dtype: torch.dtype) -> frozenset[str]:
+def float32_names(model: Model, dtype: torch.dtype) -> frozenset[str]:
     """The parameters and buffers that stay in float32 or wider where the others are sent or stored in `dtype`."""
-    return model.buffers | model.wide.get(dtype, frozenset())
+    return model.buffers | model.float32_params.get(dtype, frozenset())
 
 
 def pass_dtype(model: Model, name: str, own: torch.dtype) -> torch.dtype:

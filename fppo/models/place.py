@@ -33,7 +33,8 @@ from fppo_kernels.padding import make_lengths
 
 @attrs.frozen(eq=False)
 class Narrowed:
-    """A model prepared for a tensor axis of `ranks` ranks, before a rank is chosen."""
+    """A model prepared for a tensor axis of `ranks` ranks, before a rank is chosen: the `narrower` model of a rank, the
+    `cuts` of its parameters, and those of the widths that `norms` average over."""
 
     model: Model
     narrower: Model

@@ -41,7 +41,7 @@ _INNER = re.compile(r".*(intermediate_size|inner_size|ffn_hidden_size)$|ffn_dim|
 
 @attrs.frozen(eq=False)
 class Probe:
-    """A small random instance of a model's architecture, as a `Model` and as transformers' module."""
+    """A small random instance of a model's architecture, as a `Model` and as transformers' module (`plain`)."""
 
     model: Model
     params: Params  # float32, on the CPU
@@ -126,23 +126,22 @@ def probe_rows(probe: Probe) -> tuple[Tensor, Tensor]:
 
 
 def difference(got: Tensor, expected: Tensor, tolerance: float = CUT_TOLERANCE) -> float | None:
-    """The largest difference if it exceeds rounding (`tolerance`) or is nan, else None."""
+    """The largest difference of two tensors if it exceeds rounding (`tolerance`) or is nan, else None."""
     largest = (got - expected).abs().max().item()
     return None if largest <= tolerance * max(1.0, expected.abs().max().item()) else largest
 
 
-def compare(kind: str, got: Tensor, expected: Tensor, what: str) -> None:
-    """Raise ValueError if a model of type `kind` computes other numbers than expected, beyond float32's rounding."""
+def compare(kind: str, got: Tensor, expected: Tensor, noun: str) -> None:
+    """Raise ValueError if numbers (`noun`) of model type `kind` differ from those expected, beyond float32 rounding."""
     if (wrong := difference(got, expected, TOLERANCE)) is not None:
         raise ValueError(
-            f"fppo cannot run model type {kind!r}: {what} differ from transformers' by {wrong:.2g} in a small "
+            f"fppo cannot run model type {kind!r}: {noun} differ from transformers' by {wrong:.2g} in a small "
             "random model of this kind; its head, its positions or its attention do something unknown to fppo"
         )
 
 
 def _packed_logits(probe: Probe, rows: tuple[Tensor, ...]) -> tuple[Tensor, set[int]]:
-    """The logits [N, V] of rows packed into one, and the indices of the layers that called the attention seam in the
-    pass."""
+    """The logits [N, V] of rows packed into one, and the indices of the layers whose attention went by the seam."""
     asked: set[int] = set()
     inputs = [probe.inputs_of(row) for row in rows]
     hidden = packed_hidden(probe.model, probe.params, rows, asked, inputs)
@@ -153,16 +152,16 @@ def packed_hidden(
     model: Model,
     params: Params,
     rows: Sequence[Tensor],
-    asked: set[int] | None = None,
+    attention_layers: set[int] | None = None,
     inputs: Sequence[RowInputs | None] = (),
 ) -> Tensor:
-    """The hidden states [N, H] of rows packed into one, with their images; `asked` gets the indices of the layers that
-    call the attention seam."""
+    """The hidden states [N, H] of rows packed into one, with their images; `attention_layers` gets the indices of the
+    layers that call the attention seam."""
     plain = packed_attention(sdpa, make_lengths([len(row) for row in rows]))
 
     def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
-        if asked is not None:
-            asked.add(layer.number)
+        if attention_layers is not None:
+            attention_layers.add(layer.number)
         return plain(query, key, value, layer)
 
     positions = torch.cat([torch.arange(len(row)) for row in rows])
@@ -198,7 +197,7 @@ def _parts(model: Model, count: int) -> set[str]:
     the first `count`."""
     beyond = tuple(f"{model.prefix}{path}." for path in model.layers[count:])
     inside = {name for name in model.whole_shapes if name.startswith(model.prefix) and not name.startswith(beyond)}
-    return inside - model.seeing
+    return inside - model.vision_params
 
 
 def _layers_of_each_kind(model: Model) -> int:

@@ -199,8 +199,7 @@ def _product(
     forth: Callable[..., Tensor],
     back: Callable[..., Tensor],
 ) -> Tensor:
-    """A product `forth(x, W, bias, *beside)` with a quantised weight; `back(grad, W, *beside)` is its gradient for
-    x."""
+    """A product `forth(x, W, bias, *beside)` with a quantised W, and gradient `back(grad, W, *beside)` for x."""
     stored = weight.stored
     if active():
         return forth(x, plain(Quantised.of(stored)), bias, *beside)

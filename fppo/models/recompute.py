@@ -24,11 +24,11 @@ Recompute = Literal["selective"] | bool
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-def recomputed(call: Callable[..., Any], how: Recompute, /, *args: Any, **kwargs: Any) -> Any:
+def recomputed(call: Callable[..., Any], mode: Recompute, /, *args: Any, **kwargs: Any) -> Any:
     """Run `call(*args, **kwargs)` as a checkpoint: only its arguments are saved, and the backward pass runs it again.
     If "selective", attention runs once: its output and saved tensors are kept too, except queries, keys and values."""
     attend = kwargs.get("attend")
-    if how == "selective" and attend is not None and torch.is_grad_enabled():
+    if mode == "selective" and attend is not None and torch.is_grad_enabled():
         kwargs["attend"], call = None, partial(_Calls().run, call, attend)
     # deterministic: dropout is off, so there is no random state to keep
     return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
@@ -47,7 +47,7 @@ class _Layout(NamedTuple):
 
 
 class _AttentionView(NamedTuple):
-    """A view of an input that attention saved for its backward pass."""
+    """A view of an input, by its `number` among attention's inputs, that attention saved for its backward pass."""
 
     number: int
     layout: _Layout
@@ -60,7 +60,8 @@ class _OuterTensor(NamedTuple):
 
 
 class _AttentionCall(NamedTuple):
-    """The record of a call of attention, from which a recomputed layer repeats it without computing it."""
+    """The record of a call of attention, from which a recomputed layer repeats it without computing it. `trains`:
+    whether the output takes a gradient."""
 
     output: Any
     trains: bool
@@ -80,7 +81,7 @@ class _Calls:
     def run(self, call: Callable[..., Any], attend: Attend, /, *args: Any, **kwargs: Any) -> Any:
         """Run `call` with an `attend` that computes in the first run and replays its results afterwards."""
         if self._made:
-            return call(*args, **{**kwargs, "attend": _over(attend, partial(self._again, iter(self._calls)))})
+            return call(*args, **{**kwargs, "attend": _over(attend, partial(self._repeat, iter(self._calls)))})
         outputs: list[tuple[Tensor, int]] = []
         out = call(*args, **{**kwargs, "attend": _over(attend, partial(self._first, attend, outputs))})
         if any(x._version != version for x, version in outputs):
@@ -123,7 +124,7 @@ class _Calls:
         self._calls.append(_AttentionCall(keep(own), out.requires_grad, [_Layout.of(x) for x in inputs], views))
         return out
 
-    def _again(
+    def _repeat(
         self, calls: Iterator[_AttentionCall], query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer
     ) -> Tensor:
         """Repeat a recorded call of attention without computing it: save the recorded views of its inputs to the

@@ -1,4 +1,4 @@
-"""Seams of a model on a tensor or expert axis, which gather a rank's slice of the tokens and scatter it again.
+"""Seams (modules in place of a model's) on a tensor or expert axis: gather a slice of the tokens, scatter it again.
 
 Between blocks (attention, MLP) the packed row is cut over the axis. A block gathers it, computes on its cut of the
 parameters, and scatters the sum of all ranks' outputs: two collectives, and none inside. Hence every rank's gradient of
@@ -80,7 +80,7 @@ class EmbeddingSeam(_Seam):
         return self.region.leave(self.share(tokens))
 
     def share(self, tokens: Tensor) -> Tensor:
-        """The embeddings [..., H] of tokens among this rank's rows, zeros for others; the sum over ranks is
+        """The embeddings [..., H] of tokens among this rank's rows, zeros for others; their sum over ranks is
         complete."""
         (embedding,), rows = self._inner, len(self._parameters["weight"])  # type: ignore[arg-type]
         places = tokens - self._first
@@ -92,8 +92,7 @@ class EmbeddingSeam(_Seam):
 
 
 class WidthSeam(_Seam):
-    """A norm over a width that is cut over the axis by `cut`: gathers the whole width, and returns this rank's part of
-    the result."""
+    """A norm over a width that the axis cuts by `cut`: gathers the whole width, and returns this rank's part."""
 
     def __init__(self, inner: nn.Module, region: Region, cut: Cut) -> None:
         super().__init__(inner, region)
@@ -112,7 +111,8 @@ Sizes = Callable[[Tensor, Tensor, int], tuple[list[int], list[int]]]
 
 
 def exchanged_rows(counts: Tensor, others: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """The numbers of rows sent to each rank and received from it; the only wait for the device."""
+    """The numbers of rows sent to each rank and received from it, from `counts` [ranks, experts] of this rank's rows,
+    and `others` of all ranks' rows for this rank's experts. Here alone the host waits for the device."""
     del rows
     sent, received = torch.stack([counts.sum(1), others.sum(1)]).tolist()
     return sent, received
@@ -141,7 +141,7 @@ class ExpertsSeam(_Seam):
         return F.pad(out, (0, 0, before, count - before - own))
 
     def _dispatched(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum of all ranks' experts' outputs for these tokens."""
+        """The outputs of the `chosen` experts, of all ranks, for these tokens, summed with `weights`."""
         (experts,), axis = self._inner, self.region.axis
         own: int = experts.num_experts  # type: ignore[assignment]
         flat = chosen.flatten()

@@ -53,8 +53,7 @@ class Routes:
 
 
 class RoutedLayer(nn.Module):
-    """Replaces a layer for one pass, in which its routers record or replay choices, also when the layer is
-    recomputed."""
+    """Replaces a layer for one pass, in which its routers record or replay choices, also if the layer is recomputed."""
 
     def __init__(self, layer: nn.Module, routers: Sequence[RouterSeam], routes: Routes) -> None:
         super().__init__()
@@ -73,8 +72,8 @@ class RoutedLayer(nn.Module):
 
 
 class RouterSeam(nn.Module):
-    """Replaces a router, and records or replays choices while a `RoutedLayer` gives it `Routes`; else the router runs
-    as it is."""
+    """Replaces a router, and records or replays choices while a `RoutedLayer` gives it `Routes`; else it runs as it
+    is."""
 
     def __init__(self, number: int, router: nn.Module, experts: int) -> None:
         super().__init__()

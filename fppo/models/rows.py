@@ -21,7 +21,11 @@ from fppo_kernels.padding import Lengths, sent
 
 
 class Mixer(Protocol):
-    """A mixer's outputs [B, S, ...] for rows of tokens [B, S, H], continued from the states in a cache."""
+    """A layer that mixes tokens by a recurrent state, as a linear attention or a Mamba layer does.
+
+    `hidden` [B, S, H] are rows of tokens. `states` is the cache to continue from and to update; None: rows begin, and
+    no state is kept. Returns the layer's outputs [B, S, ...].
+    """
 
     def __call__(self, hidden: Tensor, states: Cache | None) -> Any: ...
 
@@ -53,8 +57,7 @@ class RowGroup(NamedTuple):
 
 
 def grouped(lengths: Lengths, *, like: float) -> list[RowGroup]:
-    """Group the rows of a packed row by length: each row of a group has at least `like` times the length of the
-    longest."""
+    """Group the rows of a packed row: each has at least `like` times the length of its group's longest."""
     sizes = lengths.lengths
     starts = [0, *accumulate(sizes)]
     groups: list[list[int]] = []

@@ -131,8 +131,8 @@ def _bound(model: Model, name: str, x: Tensor) -> Tensor:
 
 
 def _woven(model: Model, start: str, tensors: Params) -> Params:
-    """Replace codes and scales in `tensors`, named without `start`, by quantised weights, and weights with factors by
-    adapted ones."""
+    """Replace codes and scales in `tensors`, whose names lack the prefix `start`, by quantised weights, and weights
+    with factors by adapted ones."""
     tensors = values(tensors, model.forms, model.compute_dtype, start=start) if model.forms else tensors
     if model.frozen is None:
         return tensors

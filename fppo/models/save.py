@@ -140,7 +140,8 @@ def first_alone(act: Callable[[], None], mesh: Mesh, device: torch.device) -> No
 def _save_file(
     path: Path, like: Params, tensors: Iterable[tuple[str, Tensor]], mesh: Mesh, device: torch.device
 ) -> None:
-    """Write tensors on the first rank as they are gathered. All ranks help to the last, even after a failed write."""
+    """Write tensors on the first rank as they are gathered; `like` has their names, shapes and dtypes. All ranks gather
+    to the end, even after a failed write."""
     with contextlib.ExitStack() as opened:
         writes: list[Callable[[str, Tensor], None]] = []
         problems: list[Exception] = []
@@ -172,7 +173,8 @@ def _tensors(
     dtypes: Mapping[str, torch.dtype],
     mesh: Mesh,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file, gathered on the first rank; other ranks help and get none."""
+    """Yield the stored tensors `names` of one file of the plan `chosen`, gathered on the first rank in `dtypes`; other
+    ranks help and get none."""
     if any(mesh[name].rank for name in AXES if name not in ("shard", *CUTTING_AXES, "pipeline")):
         return  # another rank has the same parts
     wanted = set(names)

@@ -1,4 +1,4 @@
-"""The two seams of a skeleton: the application of a layer, and the function of attention."""
+"""The two seams of a skeleton, which stand in for the model's code: the application of a layer, and attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ ATTENTION = "fppo"
 
 
 class AttentionLayer(NamedTuple):
-    """The arguments of a layer's attention besides query, key and value; `window` in tokens, `sinks` [Hq]."""
+    """The layer's number, and its attention's arguments besides query, key and value; `window` in tokens, `sinks`
+    [Hq]."""
 
     number: int
     scale: float
@@ -122,8 +123,7 @@ AttentionInterface.register(ATTENTION, attention_seam)
 
 
 def find_layers(base: PreTrainedModel) -> tuple[str, ...]:
-    """The paths of the decoder layers in `base`, in order. Raises ValueError unless there is exactly one list of
-    them."""
+    """The paths of the decoder layers in `base`, in order. Raises ValueError unless it has exactly one list of them."""
     count = base.config.num_hidden_layers
     lists = [
         name

@@ -39,7 +39,7 @@ class Adapter:
 
 
 class OwnRows(NamedTuple):
-    """An adapter, and the rows of a pass that use it."""
+    """An adapter, and the `rows` of a pass that use it: a slice, or their indices, int64 [R]."""
 
     adapter: Adapter
     rows: slice | Tensor  # or int64 [R]
@@ -63,7 +63,7 @@ def fitted(model: Model, adapter: Adapter, name: str, device: torch.device, head
     unknown = sorted(adapter.factors.keys() - shapes.keys())
     if unknown:
         raise ValueError(f"{what}: the engine's model has no weights {unknown[:5]}: it is an adapter of another base")
-    apart = sorted(n for n in adapter.factors if len(shapes[n]) != 2 or n in model.seeing)
+    apart = sorted(n for n in adapter.factors if len(shapes[n]) != 2 or n in model.vision_params)
     if apart:
         raise ValueError(
             f"{what}: weights {apart[:5]} are of experts or of a vision tower, whose rows are not those of the pass; "
@@ -86,7 +86,8 @@ def _copied(factors: Factors, device: torch.device, dtype: torch.dtype) -> Facto
 
 
 def beside(bound: Bound, owned: Sequence[OwnRows]) -> Bound:
-    """Add adapters to a model's weights, each for its rows of a pass; other rows use the base alone."""
+    """Extend a model's weights by several adapters, each with the rows of a pass that use it (`owned`); other rows use
+    the base alone."""
     if not owned:
         return bound
     tensors, start = dict(bound.tensors), len(bound.model.prefix)
@@ -100,7 +101,8 @@ def beside(bound: Bound, owned: Sequence[OwnRows]) -> Bound:
 
 
 def with_own_head(product: Callable[..., Tensor], owned: Sequence[OwnRows]) -> Callable[..., Tensor]:
-    """Extend the product of hidden states [N, H] with the vocabulary head by adapters' factors for their rows."""
+    """Extend `product`, of hidden states [N, H] and the vocabulary head, by the change that each adapter makes for the
+    rows that use it (`owned`)."""
     own = [(one.rows, one.adapter.head) for one in owned if one.adapter.head is not None]
     if not own:
         return product

@@ -90,7 +90,7 @@ def _ends(model: Model) -> dict[str, tuple[int, ...]]:
     children = [name for name, _ in model.skeleton.named_children()]
     place = children.index(model.layers[0].partition(".")[0])
     embeddings = embedding_name(model)
-    tied, seeing = model.head == "lm" and vocabulary_head(model)[0] == embeddings, model.seeing
+    tied, seeing = model.head == "lm" and vocabulary_head(model)[0] == embeddings, model.vision_params
     ends: dict[str, tuple[int, ...]] = {}
     for name in model.whole_shapes:
         own = name.removeprefix(model.prefix).partition(".")[0]
@@ -119,7 +119,7 @@ def stage_layout(model: Model, layout: Layout | None, axis: Axis, cuts: Sequence
 
 
 def _stages(model: Model, cuts: Sequence[range]) -> dict[str, tuple[int, ...]]:
-    """The stages that hold each parameter."""
+    """The stages that hold each parameter, if `cuts` are the layers of each stage."""
     of_layer = {number: stage for stage, layers in enumerate(cuts) for number in layers}
 
     def stages_of(name: str, ends: Sequence[int]) -> tuple[int, ...]:
@@ -191,8 +191,7 @@ def _with_copies(model: Model, other: Model) -> Model:
 
 
 class Relay:
-    """An `apply_layer` of a pipeline stage: applies the stage's layers, by `apply_layer` if given, and skips all
-    others."""
+    """An `apply_layer` of a pipeline stage: applies its layers, by `apply_layer` if given, and skips all others."""
 
     def __init__(self, span: Span, received: Tensor | None, apply_layer: ApplyLayer | None) -> None:
         self._span, self._received, self._apply = span, received, apply_layer
@@ -208,7 +207,8 @@ class Relay:
         return self._given
 
     def result(self, normed: Tensor) -> Tensor:
-        """The stage's output, given the model's output `normed`. Raises ValueError for layers that return no tensor."""
+        """The stage's output after the model has run with this relay: `normed`, the model's own output after its last
+        norm, on the last stage, else what the stage's last layer gave. Raises ValueError if that is no tensor."""
         if not isinstance(self._given, Tensor):
             raise ValueError(
                 f"the layers return {type(self._given).__name__}, but only hidden states pass between stages"
@@ -217,6 +217,6 @@ class Relay:
 
 
 def absent(span: Span, like: Tensor) -> Params:
-    """Expanded zeros for the parameters outside the layers that a stage lacks; results computed from them are
-    unused."""
+    """Expanded zeros, in the dtype and on the device of `like`, for the parameters outside the layers that a stage
+    lacks; results computed from them are unused."""
     return {name: like.new_zeros(shape[-1:]).expand(shape) for name, shape in span.absent.items()}

@@ -27,8 +27,7 @@ _TOKENS = 2  # in the trial of a mixer
 
 
 class Found(NamedTuple):
-    """How a module used a cache in a trial: the name of the argument that takes it, and the size of its recurrent
-    state."""
+    """How a module used a cache in a trial: the argument that takes it, and the size of its recurrent state."""
 
     cache: str
     numbers: int
@@ -106,7 +105,7 @@ def put_mixers(base: PreTrainedModel, layers: Sequence[str]) -> tuple[int, ...]:
 
 
 def _put_seams(layer: nn.Module, found: Mapping[str, Found]) -> list[StateSeam]:
-    """Replace a layer's mixers by seams: the innermost of the modules that fill a cache."""
+    """Replace by seams the innermost of a layer's modules that fill a cache; `found` has all of them, by path."""
     seams = []
     for name, each in found.items():
         if not any(other.startswith(f"{name}.") for other in found):
@@ -189,7 +188,6 @@ def slides_along(kind: str) -> bool:
 
 
 def without_tokens(config: PreTrainedConfig) -> set[int]:
-    """The indices of the layers in which tokens do not affect each other: neither by attention nor by a recurrent
-    state."""
+    """The indices of the layers in which tokens do not affect each other, by attention or by a recurrent state."""
     kinds = getattr(config, "layer_types", None) or ()
     return {number for number, kind in enumerate(kinds) if kind in ALONE}

@@ -77,7 +77,7 @@ class _Numbered(NamedTuple):
 
 
 def _numbered(distinct: Sequence[RowInputs]) -> _Numbered:
-    """Number the features: those of all rows' images first, then of all rows' videos."""
+    """Number the features of the rows' `distinct` inputs: first those of all images, then those of all videos."""
     images, videos = sum(len(x.places) for x in distinct), sum(len(x.video_places) for x in distinct)
     image, video, numbers = 0, images, dict[int, Tensor]()
     for x in distinct:
@@ -97,7 +97,8 @@ def _places_of(inputs: RowInputs, size: int) -> Tensor:
 
 def _check_tokens(vision: Vision, tokens: Tensor, numbers: Tensor, counts: tuple[int, int]) -> None:
     """Raise ValueError unless the tokens [M] at the features' indices are placeholders of images or of videos,
-    according to the features' `numbers`. Waits for the device."""
+    according to the features' `numbers`: those below `counts[0]`, the number of image features, are of images. Waits
+    for the device."""
     kind = vision.config.model_type
     if vision.video is None and counts[1]:
         raise ValueError(f"the rows have videos, and a model of type {kind!r} takes none, or none that fppo can run")
@@ -135,8 +136,9 @@ def row_positions(model: Model, inputs: RowInputs) -> tuple[Tensor, int]:
 
 
 def _check_runs(kind: str, kinds: Tensor, tensors: Mapping[str, Tensor], merged: int) -> None:
-    """Raise ValueError unless each image, and each video or video frame, has one run of tokens of its number of
-    features, one per `merged` patches. `kinds` [n] are those of tokens."""
+    """Raise ValueError, which names the model type `kind`, unless each image, and each video or video frame, has one
+    run of tokens of its number of features, one per `merged` patches by the grids in `tensors`; `kinds` [n] says which
+    tokens are of images or of videos."""
     runs, counts = torch.unique_consecutive(kinds, return_counts=True)
     for of, number, name in (("images", _IMAGE, "image_grid_thw"), ("videos", _VIDEO, "video_grid_thw")):
         grid = tensors.get(name, torch.zeros(0, 3, dtype=torch.int64))
@@ -151,10 +153,10 @@ def _check_runs(kind: str, kinds: Tensor, tensors: Mapping[str, Tensor], merged:
             )
 
 
-def _check_count(of: str, tokens: int, features: int) -> None:
+def _check_count(kind: str, tokens: int, features: int) -> None:
     if tokens != features:
         raise ValueError(
-            f"{tokens} placeholder tokens for {of} with {features} features: rows encoded for another model, or an "
+            f"{tokens} placeholder tokens for {kind} with {features} features: rows encoded for another model, or an "
             "image that the model drops (an image all of zeros is padding to some)"
         )
 

@@ -104,8 +104,7 @@ def probe_inputs(vision: Vision, base: PreTrainedModel, before: Sequence[int]) -
 
 
 def _frames_apart(base: Any, grid: Tensor, token: int) -> bool:
-    """Whether the model can compute positions only if the frames of a video are apart, with words between them
-    (Qwen3-VL)."""
+    """Whether the model computes positions only if the frames of a video are apart, with words between (Qwen3-VL)."""
     count = int(grid.prod()) // base.config.vision_config.spatial_merge_size**2
     kinds = torch.full((1, count), 2, dtype=torch.int32)
     try:

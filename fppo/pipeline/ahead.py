@@ -23,7 +23,7 @@ from typing import Any
 import attrs
 import torch
 
-from fppo import metrics, tree
+from fppo import devices, metrics, tree
 from fppo._errors import words_of
 from fppo.data.cursor import DataCursor
 from fppo.metrics import Metric, Metrics
@@ -77,7 +77,7 @@ def check_devices(ahead: int, ranks: int, device: torch.device) -> None:
     only the calling thread waits. NCCL's collectives are kernels, which block a GPU until the other ranks have started
     theirs.
     """
-    if ahead > 0 and ranks > 1 and device.type == "cuda":
+    if ahead > 0 and ranks > 1 and devices.is_accelerator(device):
         raise ValueError(
             f"rollout.ahead = {ahead} on {ranks} GPUs: what samples would wait on one GPU for what trains on another, "
             "and both for good; give rollout.ahead = 0, or one GPU"
@@ -96,7 +96,7 @@ def check_interrupts(ahead: int, ranks: int) -> None:
         raise ValueError("Program.interrupts: nothing is generated while weights change; give ahead = 1 or more")
 
 
-class _Ended(Exception):
+class Ended(Exception):
     """Raised in a sampling thread to end generation whose results are no longer needed."""
 
 
@@ -108,9 +108,9 @@ class NewestWeights:
         self._ended = False
 
     def __call__(self) -> tuple[Params, int] | None:
-        """Return the weights and their number of updates, or None if there are none yet. Raises _Ended after `end`."""
+        """Return the weights and their number of updates, or None if there are none yet. Raises Ended after `end`."""
         if self._ended:
-            raise _Ended
+            raise Ended
         return self._kept
 
     def give(self, params: Params, version: int) -> None:
@@ -127,7 +127,7 @@ class PendingBatches:
     """Batches that a thread is making, in order."""
 
     results: deque[Future[Sampled]]  # one batch each
-    beside: torch.cuda.Stream | None = None
+    stream: torch.Stream | None = None
 
     @property
     def done(self) -> bool:
@@ -142,8 +142,8 @@ class PendingBatches:
             parts.append(self.results.popleft().result())
         batches = tuple(batch for part in parts for batch in part.batches)
         timings = metrics.merge(*(part.timings for part in parts), {WAIT: metrics.spent((start, now() - start))})
-        if self.beside is not None and parts:
-            _hand_over([batches, timings], self.beside, torch.cuda.current_stream())
+        if self.stream is not None and parts:
+            _hand_over([batches, timings], self.stream, torch.accelerator.current_stream())
         return Sampled(batches, parts[-1].cursor if parts else DataCursor(), timings)
 
 
@@ -153,22 +153,22 @@ def start_sampling(
     *,
     program: Program,
     draw: Draw,
-    beside: torch.cuda.Stream | None = None,
+    stream: torch.Stream | None = None,
     newest: NewestWeights | None = None,
 ) -> PendingBatches:
     """Start `sample_ahead` in a thread.
 
     The weights are kept first (`Program.hold`), so that meanwhile the run may be updated, and its memory given up. On a
-    GPU the thread works in the stream `beside`, the same each time. That stream waits for the earlier work of the
+    GPU the thread works in `stream`, the same each time. That stream waits for the earlier work of the
     caller's stream, which in turn waits for the thread's work when batches are taken.
     """
-    kept = keep(run, program=program, beside=beside, newest=newest)
+    kept = keep(run, program=program, stream=stream, newest=newest)
     run = replace(run, actor=replace(run.actor, params=kept))
     results = [Future[Sampled]() for _ in range(count)]
 
     def work(run: RunState) -> None:
         try:
-            with contextlib.nullcontext() if beside is None else torch.cuda.stream(beside):
+            with stream or contextlib.nullcontext():
                 for result in results:
                     sampled = sample_ahead(run, 1, program=program, draw=draw)
                     run = sampled.joined(run)
@@ -180,19 +180,19 @@ def start_sampling(
 
     # a daemon: a process that fails elsewhere ends at once
     threading.Thread(target=work, args=(run,), daemon=True).start()
-    return PendingBatches(deque(results), beside)
+    return PendingBatches(deque(results), stream)
 
 
 def keep(
-    run: RunState, *, program: Program, beside: torch.cuda.Stream | None = None, newest: NewestWeights | None = None
+    run: RunState, *, program: Program, stream: torch.Stream | None = None, newest: NewestWeights | None = None
 ) -> Params:
     """Keep the policy's parameters for sampling. If `newest` has them already they are returned; else it gets them."""
     last = None if newest is None else newest()
     if last is not None and last[1] == run.actor.step:
         return last[0]
     kept = program.hold(run.actor.params)
-    if beside is not None:
-        _hand_over(kept, torch.cuda.current_stream(), beside)
+    if stream is not None:
+        _hand_over(kept, torch.accelerator.current_stream(), stream)
     if newest is not None:
         newest.give(kept, run.actor.step)  # before they are sent: else generation would send the old ones once more
     program.bring(kept)
@@ -202,7 +202,7 @@ def keep(
 class AheadSampler:
     """Sample batches beside the steps of a run, up to `ahead` steps before their own."""
 
-    def __init__(self, ahead: int, *, program: Program, draw: Draw, stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, ahead: int, *, program: Program, draw: Draw, stream: torch.Stream | None = None) -> None:
         self._ahead, self._program, self._draw, self._stream = ahead, program, draw, stream
         self._under_way: PendingBatches | None = None
         self._newest: NewestWeights | None = None
@@ -226,7 +226,7 @@ class AheadSampler:
         count = self._ahead + 1 - len(run.ahead)
         if self._under_way is None and count > 0:
             self._under_way = start_sampling(
-                run, count, program=self._program, draw=self._draw, beside=self._stream, newest=self._newest
+                run, count, program=self._program, draw=self._draw, stream=self._stream, newest=self._newest
             )
         return run, own, made
 
@@ -240,7 +240,7 @@ class AheadSampler:
             return self._joined(run, self._under_way)
         start, own = now(), dict[str, Metric]()
         if not self._under_way.done:
-            keep(run, program=self._program, beside=self._stream, newest=self._newest)
+            keep(run, program=self._program, stream=self._stream, newest=self._newest)
             own = {f"{TIMING}renew": metrics.spent((start, now() - start))}
         run, waited, made = self._joined(run, self._under_way, 0)
         return run, own | waited, made
@@ -253,24 +253,25 @@ class AheadSampler:
         made = {name: x for name, x in sampled.timings.items() if name != WAIT}
         return sampled.joined(run), {WAIT: sampled.timings[WAIT]}, made
 
-    def end(self, error: BaseException) -> None:
+    def end(self, error: BaseException | None) -> None:
         """Wait until generation has ended, since an engine must not be closed while it is in use. After `QUIET` seconds
-        log the `error` that ended the steps; after `PATIENCE` more give up."""
+        log the `error` that ended the steps, if any; after `PATIENCE` more give up."""
         if self._newest is not None:
             self._newest.end()
         left = [] if self._under_way is None else list(self._under_way.results)
         if not futures.wait(left, QUIET).not_done:
             return
-        _log.warning("%s; waiting for batches that are being made ahead", words_of(error))
+        ended = "the steps have ended" if error is None else words_of(error)
+        _log.warning("%s; waiting for batches that are being made ahead", ended)
         if late := futures.wait(left, PATIENCE).not_done:
             text = "%d batches that are being made ahead do not end within %g s, and are left"
             _log.warning(text, len(late), QUIET + PATIENCE)
 
 
-def _hand_over(values: Any, of: torch.cuda.Stream, to: torch.cuda.Stream) -> None:
-    """Let the stream `to` use values that the stream `of` computes; their memory is not reused before `to` has used
-    them."""
-    to.wait_stream(of)
+def _hand_over(values: Any, source: torch.Stream, target: torch.Stream) -> None:
+    """Let the stream `target` use values that the stream `source` computes; their memory is not reused before
+    `target` has used them."""
+    target.wait_stream(source)
     for x in tree.tensors(values):
-        if x.is_cuda:
-            x.record_stream(to)
+        if devices.is_accelerator(x.device):
+            x.record_stream(target)

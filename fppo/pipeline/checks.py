@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import torch
 
-from fppo import laws
+from fppo import devices, laws
 from fppo.advantages.columns import of_rows
 from fppo.laws import LawViolation
 from fppo.laws._search import fn_name
@@ -144,7 +144,7 @@ def check_stages(*, rollout: Any, annotate: Any, estimate: Any, update_actor: An
         usage=Usage(
             group=4 if sampling is None else sampling.n,
             dtype=torch.float32 if forward is None else forward.model.compute_dtype or torch.float32,
-            device="cuda" if torch.cuda.is_available() else "cpu",
+            device=devices.home_of(devices.named("auto", "device")),
             models=lambda: [each.model for each in (forward, critic) if isinstance(each, Forward)],
             temperature=1.0 if sampling is None or sampling.greedy else sampling.temperature,
         ),

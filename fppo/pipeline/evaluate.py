@@ -13,7 +13,7 @@ from fppo.episodes import joined
 from fppo.metrics import Metrics
 from fppo.pipeline.program import RunState
 from fppo.pipeline.stages import ScoreFn
-from fppo.pipeline.truth import OnBeside
+from fppo.pipeline.truth import OnCompared
 from fppo.rewards import summarize
 from fppo.rollout.engine import Ask, Engine, Sampling
 
@@ -22,10 +22,10 @@ OnScored = Callable[[Sequence[Scored]], None]
 
 
 class EvaluateRun(Protocol):
-    """Protocol of evaluations: they return metrics of a run's policy. `keep` gets all responses, and `keep_beside` some
-    with their exact values."""
+    """Protocol of evaluations: they return metrics of a run's policy. `keep` gets all responses, and `keep_compared`
+    some with their exact values."""
 
-    def __call__(self, run: RunState, keep: OnScored = ..., keep_beside: OnBeside = ...) -> Metrics: ...
+    def __call__(self, run: RunState, keep: OnScored = ..., keep_compared: OnCompared = ...) -> Metrics: ...
 
 
 @attrs.frozen(kw_only=True)
@@ -44,11 +44,11 @@ class EvaluateHeldOut:
         self,
         run: RunState,
         keep: OnScored = lambda scored: None,
-        keep_beside: OnBeside = lambda beside: None,
+        keep_compared: OnCompared = lambda compared: None,
     ) -> Metrics:
         how = {"engine": self.engine, "sampling": self.sampling, "score": self.score, "measure": self.measure}
         report = evaluate(run, batches=self.batches(), on_scored=keep, **how)
-        return report if self.truth is None else report | self.truth(run, prompts=self.batches(), keep=keep_beside)
+        return report if self.truth is None else report | self.truth(run, prompts=self.batches(), keep=keep_compared)
 
 
 def evaluate(

@@ -55,7 +55,7 @@ class Played:
         for row, prompt in enumerate(prompts):
             for column, place, token in ways.followed(prompt, rollout, row):
                 values[row, column] = exact.values[place]
-                said[row, column] = 0.0 if token is None else exact.said[token]
+                said[row, column] = 0.0 if token is None else exact.action_values[token]
         ends = [self.game.end(extra[EPISODE], finish) for extra, finish in zip(rollout.extras, rollout.finish)]
         rewards = token_rewards(torch.tensor(ends, dtype=torch.float64, device=mask.device), mask)
         values, advantages = (x.to(mask.device) for x in (values, said - values))
@@ -92,12 +92,12 @@ class _Path(NamedTuple):
     """A response so far: its prompt, its tokens, and which of them the policy chose."""
 
     prompt: Ids
-    said: Ids = ()
+    tokens: Ids = ()
     chosen: tuple[bool, ...] = ()
 
     def on(self, ids: Ids, chosen: bool) -> _Path:
         """The path extended by the tokens `ids`; `chosen`: the policy chose them."""
-        return _Path(self.prompt, self.said + ids, self.chosen + (chosen,) * len(ids))
+        return _Path(self.prompt, self.tokens + ids, self.chosen + (chosen,) * len(ids))
 
 
 class Ways:
@@ -117,7 +117,8 @@ class Ways:
         self.column: list[int] = []
 
     def add(self, prompt: Ids, opening: str) -> None:
-        """Add all ways to play from a prompt."""
+        """Add all ways to play from a prompt, whose text `opening` is the game's first state. Raises ValueError for a
+        game that does not begin with a turn that shows nothing."""
         if _Path(prompt) in self._places:
             return
         nodes = self._game.outlook([(1.0, opening)])
@@ -146,7 +147,7 @@ class Ways:
         def padded(rows: Sequence[Sequence[int] | Sequence[bool]], value: int | bool, side: str) -> Tensor:
             return pad_sequence(list(map(torch.tensor, rows)), True, value, side)
 
-        asked, said = ([getattr(path, name) for path in self._paths] for name in ("prompt", "said"))
+        asked, said = ([getattr(path, name) for path in self._paths] for name in ("prompt", "tokens"))
         tokens = torch.cat([padded(asked, pad, "left"), padded(said, pad, "right")], 1)
         there = [[[True] * len(ids) for ids in rows] for rows in (asked, said)]
         attended = torch.cat([padded(there[0], False, "left"), padded(there[1], False, "right")], 1)
@@ -159,8 +160,8 @@ class Ways:
         )
 
     def followed(self, prompt: Ids, rollout: Rollout, row: int) -> Iterator[tuple[int, int, int | None]]:
-        """The columns of a response at which its policy chose a token within the game: each with its place, and the
-        token's number in the tree, or None if the tree lacks the token, which ends the game."""
+        """Follow the response of a row through the tree. Yields, for each token that the policy chose: its column, the
+        number of its place in the tree, and its own number there; None for a token that the game does not allow."""
         mask = rollout.response_mask
         columns = rollout.attention_mask[row, -mask.shape[1] :].nonzero().flatten().tolist()
         tokens, chosen = rollout.tokens[row, -mask.shape[1] :].tolist(), mask[row].tolist()
@@ -172,8 +173,8 @@ class Ways:
                 yield column, place, self._tokens.get((place, tokens[column]))
 
     def _turn(self, path: _Path, turns: list[tuple[float, Turn]], number: int) -> int:
-        """Add weighted turns that look the same to the policy, and all that follows; return the place where they
-        begin."""
+        """Add turn `number` after `path`, weighted turns that look the same to the policy, and all that follows; return
+        the place where it begins."""
         first = turns[0][1]
         if any(turn.actions.keys() != first.actions.keys() for _, turn in turns):
             allowed = [list(turn.actions) for _, turn in turns]
@@ -182,7 +183,7 @@ class Ways:
             text = f"rollout.turns.max_turns = {self._engine.max_turns}" if first.actions else "it allows nothing"
             raise ValueError(f"the game has a turn {number}, which shows {first.shown!r}: {text}")
         options: list[tuple[Ids, States]] = []
-        room = max(0, min(self._turn_tokens, self._most - len(path.said)))
+        room = max(0, min(self._turn_tokens, self._most - len(path.tokens)))
         for text in first.actions:
             ways = [ids for ids in self._spell(text) if len(ids) <= room]
             if not ways:
@@ -194,15 +195,15 @@ class Ways:
         return self._place(path, options, number)
 
     def _place(self, path: _Path, options: list[tuple[Ids, States]], number: int) -> int:
-        """Add the place after a path at which one of `options` follows, token sequences with the weighted states that
-        they lead to; return it."""
+        """Add the place after a path in turn `number` at which one of `options` follows, token sequences with the
+        weighted states that they lead to; return it."""
         place = self._places.setdefault(path, len(self._places))
         if place >= MOST:
             raise ValueError(f"the game can be played in too many ways, with over {MOST:,} tokens: give it fewer turns")
         for token in dict.fromkeys(ids[0] for ids, _ in options):
             edge = self._tokens.setdefault((place, token), len(self._tokens))
             self.row.append(len(self._paths))
-            self.column.append(len(path.said))
+            self.column.append(len(path.tokens))
             self._ends.append(0.0)
             after, more = path.on((token,), True), [(ids[1:], to) for ids, to in options if ids[0] == token]
             before = len(self._links)
@@ -215,14 +216,16 @@ class Ways:
         return place
 
     def _finished(self, path: _Path, edge: int, states: States, number: int) -> None:
-        """Record the outcome of a turn that ends here: the weighted scores of ends, and links to further turns."""
+        """Record the outcome of turn `number`, whose last token, number `edge` of the tree, ends `path`: the turn leads
+        to one of the weighted `states`. Keeps their mean score, 0 where the game goes on, and adds and links the turns
+        that follow."""
         nodes, whole = self._game.outlook(states), sum(w for w, _ in states)
         self._ends[edge] = sum(w * node.score for w, node in nodes if isinstance(node, End)) / whole
         shown: dict[Ids, list[tuple[float, Turn]]] = defaultdict(list)
         for weight, node in nodes:
             if isinstance(node, Turn):
                 message = {"role": "tool", "content": node.shown}
-                shown[tuple(self._engine.encode([message], path.said[-1]))].append((weight, node))
+                shown[tuple(self._engine.encode([message], path.tokens[-1]))].append((weight, node))
         for ids, turns in shown.items():
             place = self._turn(path.on(ids, False), turns, number + 1)
             self._links.append((edge, place, sum(w for w, _ in turns) / whole))

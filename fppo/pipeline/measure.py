@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fppo import metrics
+from fppo import devices, metrics
 from fppo.batch import Experience
 from fppo.key import Key
 from fppo.metrics import Metrics
@@ -104,9 +104,9 @@ def memory_metrics() -> dict[str, float]:
     """Peak memory so far in GiB: of this process, and of its accelerator where there is one."""
     unit = 1 if sys.platform == "darwin" else 1024
     report = {"perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
-    if torch.cuda.is_initialized():
-        report["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / GIB
-        report["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / GIB
+    if devices.in_use() is not None:
+        report["perf/max_memory_allocated_gb"] = torch.accelerator.max_memory_allocated() / GIB
+        report["perf/max_memory_reserved_gb"] = torch.accelerator.max_memory_reserved() / GIB
     return report
 
 

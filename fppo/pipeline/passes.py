@@ -156,7 +156,7 @@ def local_passes(
 
 
 class Share(NamedTuple, Generic[R]):
-    """This rank's share of rows that all ranks hold, and the row indices of every data rank's share."""
+    """This rank's share (`own`) of rows that all ranks hold, and the row indices of every data rank's share."""
 
     own: R
     places: list[list[int]]

@@ -164,7 +164,7 @@ class Program:
     pretrain: Pretrain | None = None  # instead of that number, as long as it helps
     steps: int | None = None  # of the whole run, for states with a clock (`steps.clock`)
     freeze_critic: bool = False  # from the policy's first update on
-    together: Together = in_turn  # how the updates of actor and critic run
+    together: Together | None = None  # how the updates of actor and critic run; None: one after the other
     hold: Callable[[Params], Params] = copy  # copies a policy to sample from, since its memory is given up
     bring: Callable[[Params], None] = _nothing  # sends the copy to where it is sampled from
     interrupts: bool = False  # whether `rollout` takes `newer` weights while it generates: see pipeline.ahead

@@ -64,13 +64,15 @@ def ppo_step(
         "actor": (_timed(run.actor, run, program), program.update_actor),
     }
     of_role = {"critic": experience, "actor": replace(experience, hidden=None, truth_signs=None)}  # unread by the actor
-    done = program.together(
-        {
-            role: partial(timed(f"update_{role}", update), state, of_role[role], key=key.fold(role), donate=donate)
-            for role, (state, update) in updates.items()
-            if state is not None and update is not None and not skipped[role]
-        }
-    )
+    work = {
+        role: partial(timed(f"update_{role}", update), state, of_role[role], key=key.fold(role), donate=donate)
+        for role, (state, update) in updates.items()
+        if state is not None and update is not None and not skipped[role]
+    }
+    done = {} if program.together is None else program.together(work)
+    if program.together is None:
+        for role, do in work.items():
+            done[role] = do()
     before = {"critic": run.critic, "actor": run.actor}
     critic, actor = (_untimed(done[role][0]) if role in done else state for role, state in before.items())
     after = replace(run, actor=actor, critic=critic, kl=kl, pretraining=progress)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -10,13 +11,13 @@ from torch import Tensor
 
 from fppo import metrics
 from fppo.data.cursor import DataCursor
-from fppo.metrics import Mean, Metrics
+from fppo.metrics import Metrics
 from fppo.pipeline.passes import PolicyFn, required
 from fppo.pipeline.program import RunState
 from fppo.pipeline.step import check_updates
-from fppo.pipeline.timing import covered, now, spans, timed
-from fppo.pipeline.train import times_of
-from fppo.runtime.mesh import AXES, LOCAL, Mesh, ranks_on
+from fppo.pipeline.timing import timed
+from fppo.pipeline.train import StepsOf, Watching, repeated
+from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.steps.clock import at_step, between
 from fppo.steps.supervised import Demonstrations
 from fppo.tree import replace
@@ -67,16 +68,17 @@ def lengths_of(batch: Demonstrations) -> Metrics:
 
 
 def imitate_steps(
-    run: RunState, *, imitation: Imitation, mesh: Mesh = LOCAL, donate: bool = False
-) -> Generator[tuple[RunState, Demonstrations, Metrics], None, None]:
-    """Iterate over steps without end. With `donate` each step takes over the memory of the state before."""
-    while True:
-        start = now()
-        run, batch, report = imitate_step(run, imitation=imitation, donate=donate)
-        tokens = report["perf/total_num_tokens"]
-        assert isinstance(tokens, Mean)
-        report |= times_of(now() - start, covered(spans(report)), float(tokens.total) / ranks_on(mesh, AXES))
-        yield run, batch, report
+    run: RunState,
+    *,
+    imitation: Imitation,
+    mesh: Mesh = LOCAL,
+    donate: bool = False,
+    watching: Watching | None = None,
+) -> StepsOf:
+    """Iterate over steps, without end unless they are watched. With `donate` each step takes over the memory of the
+    state before."""
+    step = partial(imitate_step, imitation=imitation, donate=donate)
+    return repeated(step, run, mesh=mesh, watching=watching)
 
 
 @attrs.frozen(kw_only=True)

@@ -37,7 +37,7 @@ ESTIMATES = ("token_rewards", "advantages", "returns", "correction_weights", "en
 
 @attrs.frozen(kw_only=True)
 class StageDifference:
-    """How one stage differs from the reference: its first differing leaf, and by how much.
+    """How one stage differs from the reference: its first differing `leaf` of `leaves`, and by how much.
 
     `max_abs` is the largest difference in that leaf, `relative` its ratio to the leaf's largest number, `worst` the
     largest `relative` in the stage. A leaf of another shape or dtype, or an unequal one that is not a tensor, is
@@ -64,11 +64,14 @@ class Watched:
 
 @attrs.frozen(kw_only=True)
 class Trace:
-    """A step, stage by stage.
+    """Results of one training step, kept stage by stage for a comparison.
 
-    `sampled` is the batch that the step's own stages sampled and scored, None if a batch was waiting. `gradients` are
-    those of the first update of each role, by parameter; a role is missing if its optimizer does not call AdamW's
-    kernel with all parameters.
+    sampled: the batch that this step sampled and scored; None if it took a batch that was sampled ahead, in an earlier
+    step.
+    experience: the batch with its estimates, as the updates got it.
+    after: the state of the run after the step.
+    gradients: for each role, "actor" or "critic", each parameter's name and gradient in the role's first update. A role
+    is missing if its optimizer did not pass all its parameters to the AdamW kernel in one call.
     """
 
     sampled: Scored | None

@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
-import torch
 from torch.profiler import record_function
 
-from fppo import metrics
+from fppo import devices, metrics
 from fppo.metrics import Metric
 
 TIMING = "timing_s/"  # before the name of a stage among metrics
@@ -26,8 +25,8 @@ class StageSpan(NamedTuple):
 
 
 def timed(name: str, stage: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a stage: the metrics that it returns last get its start and seconds as `timing_s/name`, and profiles its
-    name."""
+    """Wrap a stage that returns its metrics last, so that they have its start and seconds as timing_s/`name`. Profiles
+    show the stage under that name."""
 
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         start = now()
@@ -64,6 +63,6 @@ def now() -> float:
 
     It does not wait for the whole device: other threads may sample, or record CUDA graphs, meanwhile.
     """
-    if torch.cuda.is_initialized():  # a controller of ranks elsewhere never uses it
-        torch.cuda.current_stream().synchronize()
+    if (device := devices.in_use()) is not None:  # a controller of ranks elsewhere never uses it
+        devices.synchronize(device)
     return time.perf_counter()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -12,7 +11,7 @@ import attrs
 import torch
 from torch.profiler import record_function
 
-from fppo import metrics
+from fppo import devices, metrics
 from fppo.batch import Experience
 from fppo.metrics import Metrics
 from fppo.pipeline.ahead import AheadSampler, check_devices, check_interrupts
@@ -49,38 +48,90 @@ class Evaluation:
     every: int = 0  # steps from one to the next; 0: only before the first step and after the last
     before: bool = True  # also before the first step
 
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether the policy is measured after `step`, in a run whose last step is `last`."""
+        return step >= last or (self.every > 0 and step % self.every == 0)
+
+
+@attrs.frozen(kw_only=True)
+class Watching:
+    """Observers and evaluations of a run's steps, and their end: step `steps`, or a step after which `stop` returns
+    True. See `train`."""
+
+    steps: int
+    observers: Sequence[Observe] = ()
+    evaluation: Evaluation | None = None
+    stop: Callable[[], bool] = lambda: False
+
 
 def iterate(
-    run: RunState, *, program: Program, draw: Draw, ahead: int = 0, mesh: Mesh = LOCAL, donate: bool = False
+    run: RunState,
+    *,
+    program: Program,
+    draw: Draw,
+    ahead: int = 0,
+    mesh: Mesh = LOCAL,
+    donate: bool = False,
+    watching: Watching | None = None,
 ) -> Generator[tuple[RunState, Experience, Metrics], None, None]:
-    """Iterate over steps without end. With `donate` a step takes over the last state's memory: use that before.
+    """Iterate over steps, without end unless they are watched. With `donate` a step takes over the last state's memory:
+    use that before.
 
     With `ahead` above 0 a thread makes the batches of the next `ahead` steps while a step trains, and they wait in the
     state: see `pipeline.ahead`, which refuses several GPUs. With `program.interrupts` some may be unfinished when a
     step ends, and are made until the iterator is closed. perf/throughput is in tokens per second and rank,
     timing_s/outside is the part of timing_s/step outside all other times.
     """
-    check_devices(ahead, ranks_on(mesh, AXES), device_of(run.actor.params))
+    device = device_of(run.actor.params)
+    check_devices(ahead, ranks_on(mesh, AXES), device)
     if program.interrupts:
         check_interrupts(ahead, ranks_on(mesh, AXES))
-    stream = torch.cuda.Stream() if ahead and torch.cuda.is_initialized() else None
+    stream = torch.Stream(device) if ahead and devices.kind_of(device).streams else None
     beside = AheadSampler(ahead, program=program, draw=draw, stream=stream)
+    step = partial(ppo_step, program=program, draw=draw, donate=donate)
+    return repeated(step, run, beside=beside, mesh=mesh, watching=watching)
+
+
+def repeated(
+    step: Callable[..., tuple[RunState, Any, Metrics]],
+    run: RunState,
+    *,
+    beside: AheadSampler | None = None,
+    mesh: Mesh = LOCAL,
+    watching: Watching | None = None,
+) -> StepsOf:
+    """Iterate over the states that `step(run)` makes of a run, with the times of each step as metrics. `beside` samples
+    batches of later steps meanwhile; steps that are watched end as `watching` says, else they have no end."""
+    ranks, device = ranks_on(mesh, AXES), device_of(run.actor.params)
+    evaluation = watching and watching.evaluation
+    if watching is not None and evaluation is not None and evaluation.before and run.step == 0:
+        _observe(watching.observers, run, None, _evaluated(evaluation, run))
+    since, carried = now(), _NOTHING
     try:
-        while True:
+        while watching is None or not (run.step >= watching.steps or any_rank(watching.stop(), mesh, device)):
             start = now()
-            run, first, early = beside.before(run)
-            run, experience, report = ppo_step(run, program=program, draw=draw, donate=donate)
-            run, last, late = beside.after(run)
+            run, first, early = (run, {}, {}) if beside is None else beside.before(run)
+            run, batch, report = step(run)
+            run, last, late = (run, {}, {}) if beside is None else beside.after(run)
             report = metrics.merge(first, report, last)
             stages = covered(spans(report))  # without those of a thread beside this one
             report = metrics.merge(report, early, late)
             tokens = report["perf/total_num_tokens"]
             assert isinstance(tokens, metrics.Mean)
-            report |= times_of(now() - start, stages, float(tokens.total) / ranks_on(mesh, AXES))
-            yield run, experience, report
+            report |= times_of(now() - start, stages, float(tokens.total) / ranks)
+            if watching is not None:
+                if evaluation is not None and evaluation.is_due(run.step, watching.steps):
+                    report |= _evaluated(evaluation, run)
+                since, carried = _observe(
+                    watching.observers, run, batch, report, since=since, carried=carried, ranks=ranks
+                )
+            yield run, batch, report
     except (Exception, SystemExit, GeneratorExit) as error:
-        beside.end(error)
+        if beside is not None:
+            beside.end(error)
         raise
+    if beside is not None:
+        beside.end(None)
 
 
 def train(
@@ -106,46 +157,12 @@ def train(
     On a mesh all ranks must call this, and one rank's stop stops all. `ahead` is that of `iterate`. `donate` gives up
     the memory of `run` too; without it actor and critic are copied first.
     """
-    begin = partial(iterate, program=program, draw=draw, ahead=ahead, mesh=mesh, donate=True)
-    how = {"observers": observers, "evaluation": evaluation, "stop": stop, "mesh": mesh, "donate": donate}
-    return watch_steps(run, begin, steps=steps, **how)
-
-
-def watch_steps(
-    run: RunState,
-    begin: Callable[[RunState], StepsOf],
-    *,
-    steps: int,
-    observers: Sequence[Observe] = (),
-    evaluation: Evaluation | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    mesh: Mesh = LOCAL,
-    donate: bool = False,
-) -> RunState:
-    """Run the steps over which `begin(run)` iterates, until step `steps`; each takes over the memory of the state
-    before. See `train` for the rest."""
-
-    def stopped() -> bool:
-        return any_rank(stop(), mesh, device_of(run.actor.params))
-
-    if evaluation is not None and evaluation.before and run.step == 0:
-        _observe(observers, run, None, _evaluated(evaluation, run))
-    if run.step >= steps or stopped():
-        return run
-    if not donate:
+    watching = Watching(steps=steps, observers=observers, evaluation=evaluation, stop=stop)
+    if not donate and run.step < steps:
         run = replace(run, actor=copied(run.actor), critic=copied(run.critic))
-    since, ranks = now(), ranks_on(mesh, AXES)
-    left = _NOTHING
-    with contextlib.closing(begin(run)) as each:
-        for after, experience, report in each:
-            run = after
-            last = run.step >= steps
-            if evaluation is not None and (last or (evaluation.every > 0 and run.step % evaluation.every == 0)):
-                report = report | _evaluated(evaluation, run)
-            since, left = _observe(observers, run, experience, report, since=since, left=left, ranks=ranks)
-            if last or stopped():
-                return run
-    raise AssertionError("the steps have no end")
+    for after, _, _ in iterate(run, program=program, draw=draw, ahead=ahead, mesh=mesh, donate=True, watching=watching):
+        run = after
+    return run
 
 
 def _evaluated(evaluation: Evaluation, run: RunState) -> Metrics:
@@ -155,14 +172,14 @@ def _evaluated(evaluation: Evaluation, run: RunState) -> Metrics:
     return report | {"timing_s/testing": metrics.spent((start, now() - start))}
 
 
-class _Left(NamedTuple):
+class _Carried(NamedTuple):
     """The numbers from the last observer of a step, and when it ran: both are recorded with the next step."""
 
     numbers: Mapping[str, float] = MappingProxyType({})
     spans: tuple[StageSpan, ...] = ()
 
 
-_NOTHING = _Left()
+_NOTHING = _Carried()
 
 
 def _observe(
@@ -172,15 +189,16 @@ def _observe(
     report: Metrics,
     *,
     since: float = 0.0,
-    left: _Left = _NOTHING,
+    carried: _Carried = _NOTHING,
     ranks: int = 1,
-) -> tuple[float, _Left]:
-    """Pass the record of a step that began at `since` to the observers, with the numbers that the previous step's last
-    observer `left`. Returns when this step's last observer was called, and the numbers that it returned."""
-    numbers = metrics.report(report) | memory_metrics() | {"training/global_step": float(run.step), **left.numbers}
-    ran, own = [*left.spans, *spans(report)], ()
+) -> tuple[float, _Carried]:
+    """Pass the record of a step that began at `since` to the observers, with the numbers `carried` over from the
+    previous step's last observer. Returns when this step's last observer was called, and the numbers that it
+    returned."""
+    numbers = metrics.report(report) | memory_metrics() | {"training/global_step": float(run.step), **carried.numbers}
+    ran, own = [*carried.spans, *spans(report)], ()
     stages = numbers.get("timing_s/step", 0.0) - numbers.get("timing_s/outside", 0.0)
-    stages += numbers.get("timing_s/testing", 0.0) + _in_stages(left.numbers)
+    stages += numbers.get("timing_s/testing", 0.0) + _in_stages(carried.numbers)
     called, added = now(), {}
     for observe in observers:
         called = now()
@@ -196,7 +214,7 @@ def _observe(
             StageSpan(name.removeprefix(TIMING), called, x) for name, x in added.items() if name.startswith(TIMING)
         )
         ran += own
-    return called, _Left(added, own)
+    return called, _Carried(added, own)
 
 
 def _times(seconds: float, stages: float, tokens: float) -> dict[str, float]:

@@ -39,7 +39,7 @@ class Continued:
     ground_truth: Column
 
 
-class Beside(NamedTuple):
+class Compared(NamedTuple):
     """Responses with the critic's values and the estimator's advantages, beside the exact ones; all [B, T]."""
 
     rollout: Rollout
@@ -49,7 +49,7 @@ class Beside(NamedTuple):
     exact_advantages: Tensor
 
 
-OnBeside = Callable[[Beside], None]
+OnCompared = Callable[[Compared], None]
 
 
 class Truth(NamedTuple):
@@ -83,7 +83,7 @@ def critic_truth(
     engine: Engine,
     sampling: Sampling,
     passes: Passes,
-    keep: OnBeside = lambda beside: None,
+    keep: OnCompared = lambda compared: None,
 ) -> Metrics:
     """Metrics of how far the critic's values are from the exact ones of the policy that samples.
 
@@ -100,7 +100,7 @@ def critic_truth(
     of_policy, of_critic = partial(passes.policy, run.actor.params, outputs=("log_probs", *passes.read)), passes.values
     exact: list[Tensor] = []
     guessed: list[Tensor] = []
-    besides: list[Beside] = []
+    all_compared: list[Compared] = []
     for number, asked in enumerate(prompts):
         ask = Ask(asked, sampling, run.key.fold("truth", number), version=run.actor.step)
         rollout = engine.generate(run.actor.params, ask)
@@ -115,19 +115,19 @@ def critic_truth(
             guessed.append(values[own].double())
             if rewards is not None and real is not None:
                 found = known.estimate(rewards, values.to(true), own).advantages
-                besides.append(Beside(rollout, values.to(true), true, found, real))
-    keep(batches.rows(besides[0], range(min(KEPT, len(besides[0].values)))))
-    return _compared(torch.cat(exact), torch.cat(guessed)) | _pointing(besides)
+                all_compared.append(Compared(rollout, values.to(true), true, found, real))
+    keep(batches.rows(all_compared[0], range(min(KEPT, len(all_compared[0].values)))))
+    return _compared(torch.cat(exact), torch.cat(guessed)) | _pointing(all_compared)
 
 
 def one_answer(
-    asked: Prompts, rollout: Rollout, of_policy: PolicyOf, *, answers: Answers, gamma: float = 1.0
+    prompts: Prompts, rollout: Rollout, of_policy: PolicyOf, *, answers: Answers, gamma: float = 1.0
 ) -> Iterator[Truth]:
     """Yield the exact values of the right answers, then those of the rollout's responses, one to each prompt, if the
     right answer is worth 1 and all others 0 (`advantages.exact_values`). The exact advantage of the token at t is
     r_t + gamma V_s - V_t, where s is the next position in the mask (V_s = 0 at the end)."""
-    answer, answered = (x.to(rollout.tokens.device) for x in answers(asked))
-    right = _answered(asked, answer, answered)
+    answer, answered = (x.to(rollout.tokens.device) for x in answers(prompts))
+    right = _answered(prompts, answer, answered)
     out = of_policy(right)
     value = partial(exact_values, required(out.log_probs), answer, answered, gamma=gamma)
     yield Truth(right, out, value(answer, answered))
@@ -139,12 +139,12 @@ def one_answer(
     yield Truth(rollout, None, true, rewards, real)
 
 
-def _answered(asked: Prompts, answer: Tensor, mask: Tensor) -> Continued:
+def _answered(prompts: Prompts, answer: Tensor, mask: Tensor) -> Continued:
     return Continued(
-        tokens=torch.cat([asked.tokens.to(answer.device), answer], 1),
-        attention_mask=torch.cat([asked.attention_mask.to(mask.device), mask], 1),
+        tokens=torch.cat([prompts.tokens.to(answer.device), answer], 1),
+        attention_mask=torch.cat([prompts.attention_mask.to(mask.device), mask], 1),
         response_mask=mask,
-        ground_truth=asked.ground_truth,
+        ground_truth=prompts.ground_truth,
     )
 
 
@@ -152,17 +152,17 @@ def _rewards(answers: Tensor, answer_mask: Tensor, responses: Tensor, mask: Tens
     """Token rewards [B, T]: 1 at the last token of each response that equals its answer, else 0."""
     width = max(answers.shape[1], responses.shape[1])
 
-    def wide(x: Tensor, there: Tensor) -> Tensor:
-        return F.pad(x.where(there, -1), (0, width - x.shape[1]), value=-1)
+    def wide(x: Tensor, present: Tensor) -> Tensor:
+        return F.pad(x.where(present, -1), (0, width - x.shape[1]), value=-1)
 
     same = (wide(answers, answer_mask) == wide(responses, mask)).all(1) & mask.any(1)
     return advantages.token_rewards(same.double(), mask)
 
 
-def _pointing(besides: list[Beside]) -> Metrics:
+def _pointing(all_compared: list[Compared]) -> Metrics:
     """Metrics of how well the estimated advantages agree with the exact ones in direction."""
     real, found = (
-        torch.cat([getattr(beside, name)[beside.rollout.response_mask].double() for beside in besides])
+        torch.cat([getattr(each, name)[each.rollout.response_mask].double() for each in all_compared])
         for name in ("exact_advantages", "advantages")
     )
     clear = real.abs() >= LEAST

@@ -73,10 +73,10 @@ def pieces(
     data.check_tokens(prompts, model.config.vocab_size)
     if not sampling.stop_token_ids:
         sampling = attrs.evolve(sampling, stop_token_ids=data.stop_tokens(tokenizer))
-    forward, critic, critic_state = Forward(model), None, None
+    forward, critic, critic_state, budget = Forward(model), None, None, loop.micro_batching.halved_from
     if reads(advantage, "values"):
         critic_model, critic_params = models.as_critic(model, params, key)
-        critic, critic_state = Forward(critic_model), init_state(critic_params, optimizer)
+        critic, critic_state = Forward(critic_model), init_state(critic_params, optimizer, token_budget=budget)
     engine = EmbeddedEngine(model=model, kernels=forward.kernels, pad_token_id=prompts.pad_token_id)
     runner = rewards.RewardRunner(reward)
     score = partial(rewards.score, reward=runner, tokenizer=tokenizer)
@@ -91,7 +91,7 @@ def pieces(
         update_critic=critic and UpdateCritic(forward=critic, **shared),
     )
     return Pieces(
-        run=RunState(actor=init_state(params, optimizer), critic=critic_state, key=key),
+        run=RunState(actor=init_state(params, optimizer, token_budget=budget), critic=critic_state, key=key),
         program=program,
         draw=partial(data.next_batch, prompts, size=batch_size // sampling.n, key=key.fold("data")),
         policy=forward,
@@ -129,7 +129,7 @@ def wire(
     update_critic: UpdateStage | None = None,
     old_log_probs: OldLogProbs = "pass",
     replay: RouterReplay = "none",
-    together: Together = in_turn,
+    together: Together | None = None,
     check: bool = True,
 ) -> Program:
     """Make the program of a step: settings that its stages share are given once.
@@ -147,7 +147,7 @@ def wire(
             old_log_probs=old_log_probs,
             sum_squared=reads(advantage, "sum_squared_probs"),
             replay=replay,
-            together=together,
+            together=together or in_turn,
         ),
         estimate=estimate,
         update_actor=update_actor,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TRAIN, TEST = "train.jsonl", "test.jsonl"
 LAST_NUMBER = r"(?<![\d.,-])(\d+)\D*\Z"  # the last number of a text, if it is a whole one
 STEPS = 30
-MINUTES, MEMORY_GB = "11 to 15", 5  # on two idle cores
+MINUTES, MEMORY_GB = "8 to 15", 5  # on two idle cores
 DISK_GB = 3  # two checkpoints, an export, and the unpacked model
 NAMES = ("Ann", "Ben", "Eva", "Jim", "Kim", "Lin", "Max", "Mia", "Sam", "Tom")
 THINGS = ("apples", "books", "coins", "eggs", "pens", "shells", "stamps", "toys")

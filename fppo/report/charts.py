@@ -24,7 +24,7 @@ SMOOTH_FROM = 40  # the least number of points for a smoothed line over the raw 
 
 @attrs.frozen
 class Panel:
-    """A chart of one quantity: a title, a note in one line, its lines by label, and the unit of the x axis."""
+    """A chart of one quantity: title, note, lines by label, unit of the x axis, and least span of the y axis."""
 
     title: str
     note: str
@@ -188,10 +188,10 @@ def short(value: float, digits: int = 3) -> str:
     return f"{number.rstrip('0').removesuffix('.')}e{int(exponent)}"
 
 
-def columns_of(count: int, most: Sequence[int] = (3, 4, 2, 5)) -> int:
-    """The number of charts in a row: the first of the numbers `most` that leaves no chart alone in a row."""
-    fitting = [columns for columns in most if columns <= count and count % columns != 1]
-    return next(iter(fitting), max(min(most[0], count), 1))
+def columns_of(count: int, widths: Sequence[int] = (3, 4, 2, 5)) -> int:
+    """The number of charts in a row: the first of the numbers `widths` that leaves no chart alone in a row."""
+    fitting = [columns for columns in widths if columns <= count and count % columns != 1]
+    return next(iter(fitting), max(min(widths[0], count), 1))
 
 
 def shortened(text: str, width: int) -> str:

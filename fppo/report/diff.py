@@ -65,7 +65,7 @@ def diff(first: Path, second: Path) -> Diff:
     a, b = _read(first), _read(second)
     common = sorted(a.steps & b.steps)
     if not common:
-        held = " and ".join(f"{run.path} holds steps {_span(run.steps)}" for run in (a, b))
+        held = " and ".join(f"{run.path} holds steps {jsonl.spans(run.steps)}" for run in (a, b))
         raise ValueError(f"the runs have no step in common: {held}")
     lines = [*_settings(a, b), *_alone(a, b), *_evaluated_alone(common, a, b)]
     rounded: dict[int, Difference] = {}  # differences in columns that metrics alone read
@@ -77,11 +77,11 @@ def diff(first: Path, second: Path) -> Diff:
         found = [*_digests(difference, step, a, b), *_metrics(step, a, b)]
         if found:
             equal = [each for each in common if each < step and each not in rounded]
-            before = f"equal in steps {_span(equal)}" if equal else "no step before is equal"
+            before = f"equal in steps {jsonl.spans(equal)}" if equal else "no step before is equal"
             found = [f"the first step to differ is {step} ({before})", *found, *_grounds(step, a, b)]
             return Diff([*lines, *_rounded(rounded), *found], True)
     equal = [step for step in common if step not in rounded]
-    same = [f"equal in steps {_span(equal)}, {_extent(equal, a, b)}"] if equal else []
+    same = [f"equal in steps {jsonl.spans(equal)}, {_extent(equal, a, b)}"] if equal else []
     grounds = _grounds(min(rounded), a, b) if rounded else ()
     return Diff([*lines, *_rounded(rounded), *grounds, *same], bool(rounded))
 
@@ -93,7 +93,7 @@ def _rounded(differences: Mapping[int, Difference]) -> Iterator[str]:
         sizes = {x.leaf: x.size for each in differences.values() for x in each.leaves}
         shown = ", ".join(f"{leaf} (by {size})" for leaf, size in [*sizes.items()][:SHOWN])
         text = "a rounding that metrics alone read, for the states after them are equal, bit for bit"
-        yield f"steps {_span({*differences})} differ in {shown}: {text}"
+        yield f"steps {jsonl.spans({*differences})} differ in {shown}: {text}"
 
 
 def _read(path: Path) -> _RecordedRun:
@@ -117,7 +117,7 @@ def _settings(a: _RecordedRun, b: _RecordedRun) -> Iterator[str]:
 def _alone(a: _RecordedRun, b: _RecordedRun) -> Iterator[str]:
     for run, other in ((a, b), (b, a)):
         if left := run.steps - other.steps:
-            yield f"{run.path} alone has steps {_span(left)}"
+            yield f"{run.path} alone has steps {jsonl.spans(left)}"
 
 
 def _evaluated_alone(common: Sequence[int], a: _RecordedRun, b: _RecordedRun) -> Iterator[str]:
@@ -126,7 +126,7 @@ def _evaluated_alone(common: Sequence[int], a: _RecordedRun, b: _RecordedRun) ->
         if left := {
             step for step in both if _is_evaluated(run.metrics[step]) and not _is_evaluated(other.metrics[step])
         }:
-            yield f"{run.path} alone was evaluated in steps {_span(left)}"
+            yield f"{run.path} alone was evaluated in steps {jsonl.spans(left)}"
 
 
 def _is_evaluated(line: Mapping[str, Any]) -> bool:
@@ -212,17 +212,9 @@ def _extent(common: Sequence[int], a: _RecordedRun, b: _RecordedRun) -> str:
         kinds = "digests of other kinds, as one process and several have" if both else "no digests of the same step"
         return f"by their metrics; they have {kinds}"
     rest = sorted({step for step in common if step} - set(alike))
-    by = f", and by metrics alone in steps {_span(rest)}" if rest else ""
+    by = f", and by metrics alone in steps {jsonl.spans(rest)}" if rest else ""
     return f"bit for bit: batches, states and metrics{by}"
 
 
 def _kind(line: Mapping[str, Any]) -> str:
     return line.get("kind", "blake2b")
-
-
-def _span(steps: Sequence[int] | set[int]) -> str:
-    """Steps as text: 1 to 3, 7."""
-    every = sorted(steps)
-    begins = [step for step in every if step - 1 not in every]
-    ends = [step for step in every if step + 1 not in every]
-    return ", ".join(str(x) if x == y else f"{x} to {y}" for x, y in zip(begins, ends, strict=True)) or "none"

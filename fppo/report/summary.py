@@ -108,8 +108,12 @@ def beside_truth(directory: Path) -> list[tuple[Panel, Panel]]:
 
 
 def unlike(lines: Sequence[Mapping[str, Any]], count: int = SHOWN_TRUTHS) -> list[Mapping[str, Any]]:
-    """Up to `count` responses that differ most: first the one with the largest range of exact values, then, one by one,
-    the one furthest from those chosen, by the range, start and end of its exact values and the critic's error.
+    """Choose up to `count` sampled responses that differ most from each other. The first has the largest range of exact
+    values; then, one by one, comes the one furthest from those chosen. The distance counts the range, first and last of
+    the exact values, and the critic's mean absolute error.
+
+    `lines` are records of responses with lists "exact_values", the true value before each token, and "values", the
+    critic's. Lines without exact values are left out.
     """
     features = {}
     for place, line in enumerate(lines):
@@ -117,8 +121,8 @@ def unlike(lines: Sequence[Mapping[str, Any]], count: int = SHOWN_TRUTHS) -> lis
             off = sum(abs(a - b) for a, b in zip(line["values"], exact, strict=True)) / len(exact)
             features[place] = (max(exact) - min(exact), exact[0], exact[-1], off)
 
-    def distance(place: int) -> float:
-        return min(math.dist(features[place], features[other]) for other in chosen)
+    def distance(index: int) -> float:
+        return min(math.dist(features[index], features[other]) for other in chosen)
 
     chosen: list[int] = sorted(features, key=lambda place: -features[place][0])[:1]
     while 0 < len(chosen) < min(count, len(features)):

@@ -118,16 +118,16 @@ def _states(served: Viewed, known: str) -> HttpReply:
     return HttpReply(HTTPStatus.OK, "application/json", json.dumps(states).encode())
 
 
-def _is_known(each: Any) -> bool:
-    return isinstance(each, list) and len(each) == 2 and isinstance(each[0], str) and isinstance(each[1], int)
+def _is_known(entry: Any) -> bool:
+    return isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and isinstance(entry[1], int)
 
 
-def _file(path: Path, wanted: str | None) -> HttpReply:
+def _file(path: Path, range_header: str | None) -> HttpReply:
     """A file, or the range of its bytes that a Range header wants."""
     kind = "application/octet-stream"
     with path.open("rb") as file:
         size = file.seek(0, 2)
-        match = None if wanted is None else _RANGE.fullmatch(wanted)
+        match = None if range_header is None else _RANGE.fullmatch(range_header)
         if match is None:  # or a kind of range that is unknown here
             file.seek(0)
             return HttpReply(HTTPStatus.OK, kind, file.read(), {"Accept-Ranges": "bytes"})

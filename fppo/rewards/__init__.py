@@ -19,7 +19,7 @@ from fppo.rewards.resolve import combine, resolve
 from fppo.rewards.runner import Failure, RewardResults, RewardRunner
 from fppo.rewards.scoring import samples_of, score
 from fppo.rewards.validation import best_at_k, majority_at_k, summarize
-from fppo.workers.sample import Sample
+from fppo.workers.sample import Sample, StepRewards
 
 __all__ = [
     "Failure",
@@ -28,6 +28,7 @@ __all__ = [
     "RewardResults",
     "RewardRunner",
     "Sample",
+    "StepRewards",
     "batch_reward",
     "best_at_k",
     "combine",

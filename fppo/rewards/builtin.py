@@ -30,7 +30,7 @@ exact_match.reward_complaint = complaint  # type: ignore[attr-defined]
 
 @attrs.frozen
 class RegularExpression:
-    """The function of `regular_expression`. It runs in a worker, since matching can take for ever."""
+    """The reward function that `regular_expression` makes. It runs in a worker, since matching can take for ever."""
 
     pattern: re.Pattern[str]
     reward_name = "regular_expression"
@@ -116,8 +116,8 @@ def math_verify(sample: Sample, *, expressions: bool = False) -> dict[str, Any]:
 
 
 def _math_complaint(truth: Any) -> str | None:
-    """The fault of a ground truth: it has no text, or its own text as a response does not score 1; None without a
-    fault."""
+    """The fault of a ground truth: it has no text, or, unless it is a plain number, its own text as a response does not
+    score 1; None without a fault."""
     if (wrong := complaint(truth)) is not None or mathematics.is_plain(truth):
         return wrong
     _prepare_math_verify()
@@ -134,7 +134,7 @@ math_verify.reward_complaint = _math_complaint  # type: ignore[attr-defined]
 
 @attrs.frozen
 class LengthPenalty:
-    """The function of `length_penalty`."""
+    """The reward function that `length_penalty` makes."""
 
     max_tokens: int
     buffer: int

@@ -42,7 +42,7 @@ class SpreadRewardRunner:
         ranks = [own]
         if len(shares) > 1:
             texts = gather_objects(own, self.mesh, AXES, self.device)
-            ranks = [{name: [Outcome(*each) for each in column] for name, column in text.items()} for text in texts]
+            ranks = [{name: [Outcome.of(each) for each in column] for name, column in text.items()} for text in texts]
         outcomes = {name: _in_order([outcome for rank in ranks for outcome in rank[name]], shares) for name in own}
         results = results_of(self.terms, outcomes, samples)
         if is_first(self.mesh):

@@ -130,7 +130,7 @@ class EarlyRewardRunner:
             self._changed.notify_all()
 
     def _take(self, keys: Sequence[Hashable]) -> dict[int, list[Outcome]]:
-        """Wait for the samples whose rows finished early, and return their outcomes by sample index."""
+        """Wait for the samples whose rows finished early, by their keys, and return their outcomes by sample index."""
         known = set(keys)
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or not any(self._open[key] for key in known))

@@ -1,4 +1,4 @@
-"""Marks of reward functions, and weighted sums of them."""
+"""Decorators that say how reward functions are called, and weighted sums of these functions."""
 
 from __future__ import annotations
 

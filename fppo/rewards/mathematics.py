@@ -75,7 +75,7 @@ def own_answer(truth: Any) -> str:
 
 
 def is_plain(truth: Any) -> bool:
-    """Whether a truth is a plain number. Such a truth scores its own text, and is not tried."""
+    """Whether a truth is a plain number, which as a response surely scores 1."""
     return re.fullmatch(rf"-?{_NUMBER}", texts_of(truth)[0]) is not None
 
 

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fppo import batch as batches
-from fppo import models
+from fppo import metrics, models
 from fppo.batch import Rollout
 from fppo.data.chat import EndlessTemplate, encode_chat
 from fppo.data.examples import MESSAGES
 from fppo.data.tokenizers import encode_text, within
+from fppo.metrics import Metrics
 from fppo.models.load import VALUE_HEADS, find_directory, read_config, read_value_head
 from fppo.models.model import Model, Params
 from fppo.rewards.functions import RewardFn, tensor_reward
@@ -168,21 +169,45 @@ def model_reward(
     micro_batching: MicroBatching,
     share_prompts: Literal["auto"] | bool = "auto",
     read: Callable[[Rollout], Rows] = lambda rollout: rollout,
+    max_tokens: int | None = None,
+    over_long: Literal["error", "truncate"] = "error",
 ) -> RewardFn:
     """The model as a reward of the rollout: its head's output at each row's last token that is not padding.
 
     All ranks hold all rows; each computes a share of equal work. `read` converts the rollout to the rows that the model
-    reads, by default the rollout's own; `share_prompts` is that of `Forward`.
+    reads, by default the rollout's own; `share_prompts` is that of `Forward`. Rows of more than `max_tokens` (None: no
+    bound) raise ValueError or, with "truncate", the model reads their end, and a metric counts them.
     """
     forward = Forward(model, kernels=kernels, mesh=mesh, share_prompts=share_prompts)
 
     @tensor_reward
-    def scores(rollout: Rollout) -> Tensor:
-        whole = read(rollout)
+    def scores(rollout: Rollout) -> Tensor | tuple[Tensor, Metrics]:
+        whole, cut = read(rollout), 0
+        if max_tokens is not None:
+            whole, cut = _within(whole, max_tokens, over_long, rollout.ids)
         masks = masks_of(whole, forward)
         ranks: Sequence[Sequence[int]] = shares(model, masks.lengths, mesh, masks.sorted())
         own = whole if len(ranks) == 1 else batches.rows(whole, ranks[place_on(mesh, DATA_AXES)])
         numbers = compute_reward_scores(params, own, forward=forward, micro_batching=micro_batching)
-        return collect(numbers, ranks, mesh)
+        every = collect(numbers, ranks, mesh)
+        bounded = max_tokens is not None and over_long == "truncate"
+        return (every, {"reward/model_truncated": metrics.total(cut)}) if bounded else every
 
     return scores
+
+
+def _within(rows: Rows, limit: int, over_long: str, ids: Sequence[str]) -> tuple[Rows, int]:
+    """Rows cut to their last `limit` tokens that are not padding, and the number of rows that were longer. Unless
+    `over_long` is "truncate", a longer one raises ValueError by its name in `ids`."""
+    mask = rows.attention_mask
+    lengths = mask.sum(1)
+    if not (long := (lengths > limit).nonzero().flatten().tolist()):
+        return rows, 0
+    if over_long != "truncate":
+        raise ValueError(
+            f"reward.model.max_tokens = {limit}: {ids[long[0]]} has {lengths[long[0]]} tokens for the reward model "
+            f"({len(long)} of {len(lengths)} rows are longer); give a larger bound, or "
+            'reward.model.over_long = "truncate", with which it reads the end of them'
+        )
+    to_end = mask.flip(1).cumsum(1).flip(1)  # tokens from each one to the row's end
+    return Conversations(tokens=rows.tokens, attention_mask=mask & (to_end <= limit)), len(long)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from fppo._errors import RunFailed, printable
+from fppo._errors import RunFailed, printable, shown
 from fppo.rewards.functions import Reward, RewardTerm, as_sum
 from fppo.workers.runner import FunctionRunner
-from fppo.workers.sample import Outcome, Sample
+from fppo.workers.sample import Outcome, Sample, StepRewards
 
 _log = logging.getLogger("fppo.rewards")
 
@@ -18,7 +19,7 @@ Outcomes = dict[str, list[Outcome]]  # by term, one entry per sample
 
 
 class Failure(NamedTuple):
-    """A sample without a score: its function raised, ended its process, or took too long."""
+    """A sample (`number`) without a score: the function of a term raised, ended its process, or took too long."""
 
     term: str
     number: int
@@ -27,12 +28,14 @@ class Failure(NamedTuple):
 
 
 class RewardResults(NamedTuple):
-    """The results of a reward's functions for a list of samples; one entry per sample in every list."""
+    """The results of a reward's functions for a list of samples: scores, further named numbers, extracted answers,
+    failures, and steps; one entry per sample in every list but that of failures."""
 
     scores: dict[str, list[float]]  # by term; nan where it failed
     named: dict[str, list[float]]  # the terms' further numbers; nan where it failed
     answers: list[str | None]
     failures: tuple[Failure, ...]
+    steps: dict[str, list[StepRewards | None]]  # by term, of those that gave steps
 
 
 class Runner(Protocol):
@@ -101,6 +104,7 @@ def results_of(
     named: dict[str, list[float]] = {}
     answers: list[str | None] = [None] * len(samples)
     failures: list[Failure] = []
+    steps: dict[str, list[StepRewards | None]] = {}
     for term in terms:
         if term.kind == "tensor":
             continue
@@ -109,29 +113,49 @@ def results_of(
         scores[term.name] = [outcome.score if outcome.kind == "value" else math.nan for outcome in column]
         prefix = "" if len(terms) == 1 else f"{term.name}/"
         named |= {prefix + name: numbers for name, numbers in _columns(term.name, column).items()}
+        if any(outcome.steps is not None for outcome in column):
+            steps[term.name] = [outcome.steps for outcome in column]
         answers = [a if o.answer is None else o.answer for a, o in zip(answers, column, strict=True)]
         failures += [
             Failure(term.name, number, o.kind, o.text)
             for number, o in enumerate(column)
             if o.kind in ("error", "timeout")
         ]
-    return RewardResults(scores, named, answers, tuple(failures))
+    return RewardResults(scores, named, answers, tuple(failures), steps)
 
 
 def _check(name: str, outcomes: Sequence[Outcome], samples: Sequence[Sample]) -> None:
-    """Raise ValueError for outcomes that are no scores."""
-    bad = [number for number, outcome in enumerate(outcomes) if outcome.kind == "bad"]
+    """Raise ValueError for outcomes of the function `name` that are no scores."""
+    faults = [_fault(outcome, sample) for outcome, sample in zip(outcomes, samples, strict=True)]
+    bad = [number for number, fault in enumerate(faults) if fault is not None]
     if bad:
         first = samples[bad[0]]
         raise ValueError(
-            f"the reward {name!r} returned {outcomes[bad[0]].text} ({len(bad)} of {len(samples)} samples; the response "
+            f"the reward {name!r} returned {faults[bad[0]]} ({len(bad)} of {len(samples)} samples; the response "
             f"of sample {bad[0]} is {first.response[:100]!r}, the ground truth "
             f"{str(first.ground_truth)[:100]!r})"
         )
 
 
+def _fault(outcome: Outcome, sample: Sample) -> str | None:
+    """The fault of a result that is no score, or whose steps are not those of its sample; None for all others."""
+    if outcome.steps is None:
+        return outcome.text if outcome.kind == "bad" else None
+    (rewards, ends), tokens, size = outcome.steps, len(sample.response_tokens), len(sample.response)
+    if ends is None:
+        wrong = len(rewards) != tokens
+        return f"{len(rewards)} numbers for {tokens} response tokens; it must return one for each" if wrong else None
+    if len(ends) != len(rewards):
+        return f"{len(rewards)} rewards of steps with {len(ends)} ends; each step has one end"
+    places = [min(size, 1) - 1, *ends]
+    if any(a >= b for a, b in pairwise(places)) or places[-1] > size:
+        rule = "they must ascend and be characters of the response"
+        return f"steps that end at {shown(list(ends))}; {rule}, from {min(size, 1)} to {size}"
+    return None
+
+
 def _columns(name: str, outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
-    """The named numbers as columns. Raises ValueError if samples differ in names."""
+    """The named numbers of outcomes as columns. Raises ValueError if samples differ in names."""
     valued = [(number, outcome) for number, outcome in enumerate(outcomes) if outcome.kind == "value"]
     names = list(valued[0][1].named) if valued else []
     for number, outcome in valued:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fppo.rewards.functions import RewardTerm
 from fppo.rewards.runner import Runner, check_failures
+from fppo.rewards.steps import process_rewards, rewards_of_tokens
 from fppo.workers.sample import Sample
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ def score(
     each sample that of the last function that returns one. `outcomes` are the sums without the terms marked by
     `shaping_reward`, if there are any.
 
+    If a function rewards steps, `process_rewards` hold the weighted sum token by token (`steps.process_rewards`); the
+    score of a term is the sum of its steps.
+
     An episode of several rows is scored as one response (`episodes.joined`), and each of its rows has that score.
 
     A row without a score of a term (exception, timeout, a judge's answer without a number) has nan in its column, and
@@ -43,10 +47,13 @@ def score(
 
     rows, rollout = rollout, episodes.joined(rollout)
     device = rollout.tokens.device
-    results = reward.run(samples_of(rollout, tokenizer), rollout.groups.tolist())
+    samples = samples_of(rollout, tokenizer)
+    results = reward.run(samples, rollout.groups.tolist())
     if results.failures and not rollout.versions.any():
         check_failures(results.failures, len(rollout.tokens))
-    scores, noted = _term_scores(reward.terms, results.scores, rollout, failure_score)
+    steps = {name: rewards_of_tokens(name, own, samples, rollout, tokenizer) for name, own in results.steps.items()}
+    scores, more, noted = _term_scores(reward.terms, results.scores, rollout, failure_score)
+    steps |= more
     count = len(rollout.tokens)
     total = _total(reward.terms, scores, count, device)
     known = [term for term in reward.terms if not term.shaping]
@@ -61,6 +68,8 @@ def score(
         pairs = zip(extras, results.answers, strict=True)
         extras = batch.Column({**extra, EXTRACTED: answer} for extra, answer in pairs)
     columns = {"scores": total.float(), "named_scores": named, "outcomes": outcomes}
+    if any(term.weight and term.name in steps for term in reward.terms):
+        columns["process_rewards"] = process_rewards(reward.terms, scores, steps, rollout)
     scored = batch.extend(batch.Scored, rollout, **columns, extras=extras)
     report = means(scored) | noted
     for kind in ("error", "timeout"):
@@ -74,49 +83,58 @@ def _term_scores(
     columns: Mapping[str, Sequence[float]],
     rollout: Rollout,
     failure_score: float | None,
-) -> tuple[dict[str, Tensor], Metrics]:
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Metrics]:
     """The scores [B] float64 of each term, from the `columns` of functions of samples, or by functions of the whole
-    rollout, and the metrics of the latter. `failure_score`, if it is given, replaces nan."""
+    rollout; and the latter's rewards of steps [B, T] and metrics. `failure_score`, if it is given, replaces nan."""
     import torch
 
     scores = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
+    steps: dict[str, Tensor] = {}
     noted: Metrics = {}
     for term in terms:
         if term.kind == "tensor":
-            scores[term.name], more = _tensor_scores(term, rollout)
+            scores[term.name], given, more = _tensor_scores(term, rollout)
+            steps |= {} if given is None else {term.name: given}
             noted |= more
     scores = {term.name: scores[term.name].to(rollout.tokens.device) for term in terms}
     if failure_score is not None:
         scores = {name: x.nan_to_num(nan=failure_score) for name, x in scores.items()}
-    return scores, noted
+    return scores, steps, noted
 
 
 def _of_rows(scored: Scored, rows: Rollout) -> Scored:
     """Give each row of an episode the episode's scores."""
     from fppo import batch, episodes
 
-    of_row = episodes.layout_of(rows).episode_of
+    layout, steps = episodes.layout_of(rows), scored.process_rewards
+    of_row = layout.episode_of
+    if steps is not None:
+        steps = layout.of_rows(steps).masked_fill(~layout.present, float("nan"))
     return batch.extend(
         batch.Scored,
         rows,
         scores=scored.scores[of_row],
         named_scores={name: x[of_row] for name, x in scored.named_scores.items()},
         outcomes=None if scored.outcomes is None else scored.outcomes[of_row],
+        process_rewards=steps,
         extras=batch.Column(scored.extras[episode] for episode in of_row.tolist()),
     )
 
 
 def means(scored: Scored) -> Metrics:
-    """The means of the scores over rows with a score, and the number of rows without."""
+    """The means of the scores over rows with a score, and of their number of steps; and the number of rows without."""
     from fppo import metrics
 
     present = scored.has_score
+    steps = scored.process_rewards
+    number = {} if steps is None else {"rollout/steps/mean": metrics.masked_mean((~steps.isnan()).sum(1), present)}
     return {
         "critic/score/mean": metrics.masked_mean(scored.scores, present),
         "critic/score/max": metrics.masked_max(scored.scores, present),
         "critic/score/min": metrics.masked_min(scored.scores, present),
         **{f"reward/{name}": metrics.masked_mean(x, ~x.isnan()) for name, x in scored.named_scores.items()},
         "reward/unscored": metrics.total((~present).sum()),
+        **number,
     }
 
 
@@ -167,10 +185,11 @@ def _text(ids: Sequence[int], tokenizer: Any) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def _tensor_scores(term: RewardTerm, rollout: Rollout) -> tuple[Tensor, Metrics]:
-    """The scores of a function of the whole rollout, nan for rows without one, and its metrics if any.
+def _tensor_scores(term: RewardTerm, rollout: Rollout) -> tuple[Tensor, Tensor | None, Metrics]:
+    """The scores of a function of the whole rollout, nan for rows without one; its rewards of steps [B, T], if it gives
+    these; and its metrics if any.
 
-    Raises ValueError unless the scores are finite and of shape [B].
+    Raises ValueError unless the result is finite and of shape [B], or of shape [B, T] and nan where no step ends.
     """
     import torch
 
@@ -178,15 +197,21 @@ def _tensor_scores(term: RewardTerm, rollout: Rollout) -> tuple[Tensor, Metrics]
     scores, *others = result if isinstance(result, tuple) else (result,)
     more: Metrics = others[0] if others else {}
     known = others[1] if len(others) > 1 else None
-    count = len(rollout.tokens)
-    if not isinstance(scores, torch.Tensor) or scores.shape != (count,):
-        shape = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
-        raise ValueError(f"the reward {term.name!r} returned {shape}, not a tensor of shape ({count},)")
-    known = torch.ones_like(scores, dtype=torch.bool) if known is None else known.to(scores.device)
+    count, shape = len(rollout.tokens), tuple(rollout.response_mask.shape)
+    if not isinstance(scores, torch.Tensor) or scores.shape not in ((count,), shape):
+        given = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+        raise ValueError(f"the reward {term.name!r} returned {given}, not a tensor of shape ({count},) or {shape}")
+    scores = scores.detach().double().cpu()
+    known = torch.ones(count, dtype=torch.bool) if known is None else known.cpu()
+    steps = None
+    if scores.ndim == 2:
+        ends = ~scores.isnan() & rollout.attention_mask[:, -shape[1] :].cpu().bool() & known[:, None]
+        steps = scores.where(ends, torch.nan)
+        scores = scores.where(ends, 0.0).sum(1)
     bad = (known & ~scores.isfinite()).nonzero().flatten().tolist()
     if bad:
         value = scores[bad[0]].item()
         raise ValueError(
             f"the reward {term.name!r} returned {value} for sample {bad[0]} ({len(bad)} of {count} samples)"
         )
-    return scores.detach().double().where(known, torch.nan).cpu(), more
+    return scores.where(known, torch.nan), steps, more

@@ -3,11 +3,36 @@ that a row moves in one copy, however many layers there are."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
+from fppo.models.seams import AttentionLayer
 from fppo.rollout.cache import Layers
+from fppo_kernels.padding import sent
+
+
+class Moves(NamedTuple):
+    """How rows without a gap close up after some of them left: later rows move to their places."""
+
+    order: np.ndarray[Any, np.dtype[np.int64]]  # by place, the number that its row had before
+    holes: Sequence[int]  # places that rows move to
+    movers: Sequence[int]  # the numbers of these rows
+
+    @staticmethod
+    def of(count: int, leaving: Sequence[int]) -> Moves:
+        """The moves of `count` rows of which some are `leaving`."""
+        stays = np.ones(count, dtype=bool)
+        stays[leaving] = False
+        left = count - len(leaving)
+        order, holes = np.arange(left), np.flatnonzero(~stays[:left])
+        order[holes] = left + np.flatnonzero(stays[left:])
+        return Moves(order, holes.tolist(), order[holes].tolist())
+
 
 # tensors [K, R, H, C, D], or [K, H, C, D] of one row: K keys or values, R rows, C columns
 Banks = tuple[Tensor, ...]
@@ -26,14 +51,16 @@ class _Bank:
 
 @attrs.frozen
 class BankLayout:
-    """The places of each attention call's keys, and of its values: the number of a bank, and an index in it."""
+    """The places of each attention call's keys, and of its values: the number of a bank, and an index in it.
+    `attention_layers` are the calls' other arguments."""
 
     calls: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
     banks: tuple[_Bank, ...]
     device: torch.device
+    attention_layers: Sequence[AttentionLayer]
 
     @staticmethod
-    def of(like: Layers, device: torch.device) -> BankLayout:
+    def of_layers(like: Layers, device: torch.device, attention_layers: Sequence[AttentionLayer] = ()) -> BankLayout:
         """Lay out the attention calls in `like`, whose keys and values are [N, H, D] each."""
         places: dict[tuple[int, int, torch.dtype], int] = {}
         counts: list[int] = []
@@ -47,12 +74,7 @@ class BankLayout:
 
         calls = tuple((placed(keys), placed(values)) for _, (keys, values) in sorted(like.items()))
         banks = tuple(_Bank(count, *shape) for shape, count in zip(places, counts, strict=True))
-        return BankLayout(calls, banks, device)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a token's keys and values."""
-        return sum(bank.count * bank.heads * bank.width * bank.dtype.itemsize for bank in self.banks)
+        return BankLayout(calls, banks, device, attention_layers)
 
     def rows(self, rows: int, columns: int) -> Banks:
         """Make banks of zeros for `rows` rows of `columns` columns: a mask is added to the scores of unwritten columns,
@@ -82,16 +104,31 @@ def taken(banks: Banks, row: int, start: int, end: int) -> Banks:
     return tuple(x[:, row, :, start:end].clone() for x in banks)
 
 
-def put_(banks: Banks, row: int, end: int, own: Banks) -> None:
-    """Write the keys and values `own` of one row into row number `row`, in the columns that end before `end`."""
+def put_(banks: Banks, rows: slice, end: int, own: Banks) -> None:
+    """Write the keys and values `own` of one row into each of the `rows`, in the columns that end before `end`."""
     for x, new in zip(banks, own, strict=True):
-        x[:, row, :, end - new.shape[2] : end].copy_(new)
+        x[:, rows, :, end - new.shape[2] : end].copy_(new[:, None])
 
 
-def move_(banks: Banks, source: int, target: int, start: int, end: int) -> None:
-    """Overwrite the columns from `start` to `end` of row `target` with those of row `source`."""
+def put_passed_(layers: Layers, rows: slice, end: int, passed: Layers, spans: Sequence[tuple[int, int]]) -> None:
+    """Write keys and values of a pass, [N, H, D] of each attention call, into `rows`, in the columns that end before
+    `end`. `spans` are the first token and the number of tokens of each row; the padding before them is finite."""
+    starts, lengths = np.array(spans).T
+    width = int(lengths.max())
+    places = (starts + lengths)[:, None] - width + np.arange(width)
+    index = torch.from_numpy(places.clip(0).reshape(-1))
+    for number, pair in passed.items():
+        index = sent(index, pair[0].device)
+        for x, new in zip(layers[number], pair, strict=True):
+            own = new.index_select(0, index).unflatten(0, places.shape)
+            x[rows, :, end - width : end].copy_(own.transpose(1, 2))
+
+
+def move_(banks: Banks, moves: Moves, start: int, end: int) -> None:
+    """Move rows to the places of others, in the columns from `start` to `end`."""
     for x in banks:
-        x[:, target, :, start:end].copy_(x[:, source, :, start:end])
+        for hole, mover in zip(moves.holes, moves.movers, strict=True):
+            x[:, hole, :, start:end].copy_(x[:, mover, :, start:end])
 
 
 def shift_(banks: Banks, others: Banks, rows: int, start: int, end: int, by: int) -> None:

@@ -23,77 +23,23 @@ Layers = dict[int, tuple[Tensor, Tensor]]
 
 
 def prefill_attention(
-    attention: Callable[..., Tensor], lengths: Lengths, kept: Layers, asked: list[AttentionLayer]
+    attention: Callable[..., Tensor], lengths: Lengths, stored: Layers, calls: list[AttentionLayer]
 ) -> Attend:
-    """Make an `attend` for one pass over packed prompts. Each call stores its keys and values [N, Hkv, D] in `kept`,
-    and its arguments `layer` in `asked`."""
+    """Make an `attend` for one pass over packed prompts. Each call stores its keys and values [N, Hkv, D] in `stored`,
+    and its arguments `layer` in `calls`."""
     attend_packed = packed_attention(attention, lengths)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
-        kept[len(kept)] = key.squeeze(0), value.squeeze(0)
-        asked.append(layer)
+        stored[len(stored)] = key.squeeze(0), value.squeeze(0)
+        calls.append(layer)
         return attend_packed(query, key, value, layer)
 
     return attend
 
 
-def allocate(like: Layers, rows: int, columns: int, *, zeroed: bool = False) -> Layers:
-    """Allocate a cache for layers with the heads and widths of `like`, [N, Hkv, D] each. Attention that reads unwritten
-    columns needs it `zeroed`."""
-    return {i: tuple(_blank(x, (rows, x.shape[1], columns, x.shape[2]), zeroed) for x in kv) for i, kv in like.items()}  # type: ignore[misc]
-
-
-def _blank(like: Tensor, shape: tuple[int, ...], zeroed: bool) -> Tensor:
-    return like.new_zeros(shape) if zeroed else like.new_empty(shape)
-
-
-def write_prompts_(cache: Layers, start: int, kept: Layers, index: Tensor, shape: tuple[int, int], n: int) -> None:
-    """Write the packed keys and values `kept` of B prompts, `n` times each, to columns 0 to P of rows start, start + 1,
-    ...
-
-    `shape` is (B, P); packed token i stands at index[i] of the padded prompts [B, P], flattened. Padding becomes zero,
-    and padding at the end of the packed row is dropped.
-    """
-    batch, width = shape
-    for layer, pair in kept.items():
-        for whole, x in zip(cache[layer], pair, strict=True):
-            padded = x.new_zeros(batch * width, *x.shape[1:]).index_copy_(0, index, x[: len(index)])
-            rows = padded.view(batch, 1, width, *x.shape[1:]).transpose(2, 3).expand(-1, n, -1, -1, -1)
-            target = whole[start : start + batch * n, :, :width]
-            target.unflatten(0, (batch, n)).copy_(rows)
-
-
-def grow_(cache: Layers, used: int, columns: int, *, zeroed: bool = False) -> None:
-    """Resize every layer of `cache` to `columns` columns. The first `used` are kept; new ones may be `zeroed`.
-
-    Layers are resized one by one, so that the old and the new memory of all of them never exist at once.
-    """
-
-    def widen(x: Tensor) -> Tensor:
-        wide = _blank(x, (*x.shape[:2], columns, x.shape[3]), zeroed)
-        wide[:, :, :used].copy_(x[:, :, :used])
-        return wide
-
-    for layer, (keys, values) in cache.items():
-        cache[layer] = widen(keys), widen(values)
-
-
 def row_bytes(like: Layers, columns: int) -> int:
     """Bytes of `columns` columns of one row, for layers with the heads and widths of `like`, [N, Hkv, D] each."""
     return columns * sum(x[0].numel() * x.element_size() for pair in like.values() for x in pair)
-
-
-def compact_(cache: Layers, holes: Tensor, moved: Tensor, rows: int, used: int) -> Layers:
-    """Copy the rows `moved`, all beyond the first `rows`, over the rows `holes`, and return the first `rows` rows. Only
-    the first `used` columns are copied."""
-
-    def pack(x: Tensor) -> Tensor:
-        written = x[:, :, :used]
-        if len(holes):
-            written.index_copy_(0, holes, written.index_select(0, moved))
-        return x[:rows]
-
-    return {layer: (pack(k), pack(v)) for layer, (k, v) in cache.items()}
 
 
 def as_packed(attend: Attend, rows: int) -> Attend:

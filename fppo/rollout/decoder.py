@@ -160,16 +160,17 @@ class Decoder(NamedTuple):
     def hidden(
         self,
         tokens: Tensor,
-        turn: Rotation,
+        rotation: Rotation,
         *,
         attend: Attend,
-        asked: Sequence[AttentionLayer],
+        attention_layers: Sequence[AttentionLayer],
         own: Sequence[OwnSteps] = (),
     ) -> Tensor:
-        """Compute hidden states [R, H], after the last norm, of one token per row [R]. `turn` is the rotation [R, 1, D]
-        of each row's position, or one for all rows.
+        """Compute hidden states [R, H], after the last norm, of one token per row [R]. `rotation` is that of each row's
+        position [R, 1, D].
 
-        `asked` are the arguments of each layer's `attend`. `own` are the rows that use adapters, with the factors.
+        `attention_layers` are the arguments of each layer's `attend`. `own` are the rows that use adapters, with the
+        factors.
         """
         embedding, axis = self.embedding, self.axis
         shares = embedding.share if isinstance(embedding, EmbeddingSeam) else embedding
@@ -179,7 +180,7 @@ class Decoder(NamedTuple):
                 a, b, scale = factors.embedding
                 x.index_add_(0, rows, F.embedding(tokens[rows], b) @ a, alpha=scale)
         queries, keys, width = self.heads
-        for number, (layer, what) in enumerate(zip(self.layers, asked, strict=True)):
+        for number, (layer, what) in enumerate(zip(self.layers, attention_layers, strict=True)):
             with_own = partial(_with_own, own, number)
             inner = layer.before.of(x)
             heads = with_own("qkv", inner, self._products_of(inner, layer.qkv)).view(len(x), -1, width)
@@ -187,7 +188,7 @@ class Decoder(NamedTuple):
             if layer.head_norms is not None:
                 pairs = zip(layer.head_norms, turned.split((queries, keys), 1), strict=True)
                 turned = torch.cat([norm.of(part) for norm, part in pairs], 1)
-            query, key = turn.of(turned, queries)
+            query, key = rotation.of(turned, queries)
             mixed = attend(query[:, None], key[:, None], value[:, None], what).flatten(1)
             x = all_reduce(with_own("out", mixed, self.linear(mixed, *layer.out)), axis).add_(x)
             inner = layer.after.of(x)
@@ -204,7 +205,7 @@ class Decoder(NamedTuple):
 
 def _with_own(own: Sequence[OwnSteps], layer: int, group: str, x: Tensor, out: Tensor) -> Tensor:
     """Add the products of `x` with the adapters' factors to the adapters' rows of `out`, for one group of weights (a
-    key of `_GROUPS`) of one layer."""
+    key of `_GROUPS`) of one layer; `own` are each adapter's rows and factors."""
     found = [(rows, factors.layers[layer].get(group)) for rows, factors in own]
     return add_own_(out, x, [(rows, factors) for rows, factors in found if factors is not None])
 

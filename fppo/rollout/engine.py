@@ -35,6 +35,11 @@ def _check_top_p(_: object, attribute: attrs.Attribute, value: float) -> None:
         raise ValueError(f"{attribute.name} = {value!r}: give a number above 0 and at most 1 (1 keeps every token)")
 
 
+def _check_min_p(_: object, attribute: attrs.Attribute, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ValueError(f"{attribute.name} = {value!r}: give a number from 0 to below 1 (0 keeps every token)")
+
+
 def _check_stop(_: object, attribute: attrs.Attribute, value: tuple[int, ...]) -> None:
     wrong = [x for x in value if isinstance(x, bool) or not isinstance(x, int) or x < 0]
     if wrong:
@@ -45,9 +50,10 @@ def _check_stop(_: object, attribute: attrs.Attribute, value: tuple[int, ...]) -
 class Sampling:
     """Settings of sampling.
 
-    The distribution is softmax(logits / temperature), restricted to the `top_k` likeliest tokens (None or 0: all), and
-    then to the fewest of the likeliest tokens that hold `top_p` of the remaining mass. A response ends with the first
-    of `stop_token_ids`, which it includes, with the token that completes the first of `stop_texts`, or after
+    The distribution is softmax(logits / temperature), restricted to the `top_k` likeliest tokens (None or 0: all), then
+    to the fewest of the likeliest tokens that hold `top_p` of the remaining mass, and to tokens with at least `min_p`
+    times the likeliest token's probability (Nguyen et al., 2024, arXiv:2407.01082; 0: all). A response ends with the
+    first of `stop_token_ids`, which it includes, with the token that completes the first of `stop_texts`, or after
     `max_tokens` tokens. `greedy` takes the likeliest token; its log-probs are then reported for softmax(logits /
     temperature).
     """
@@ -55,11 +61,17 @@ class Sampling:
     temperature: float = attrs.field(default=1.0, validator=_check_temperature)
     top_k: int | None = attrs.field(default=None, validator=_at_least(0, "give 1 or more, or 0 to keep every token"))
     top_p: float = attrs.field(default=1.0, validator=_check_top_p)
+    min_p: float = attrs.field(default=0.0, validator=_check_min_p)
     n: int = attrs.field(default=1, validator=_at_least(1, "give 1 or more samples per prompt"))
     max_tokens: int = attrs.field(default=256, validator=_at_least(1, "give 1 or more tokens per response"))
     stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=tuple, validator=_check_stop)
     stop_texts: StopTexts | None = None
     greedy: bool = False
+
+    @property
+    def per_token(self) -> Sampling:
+        """Only the options that a single draw depends on; equal for settings that draw alike."""
+        return attrs.evolve(self, top_k=self.top_k or None, n=1, max_tokens=1, stop_token_ids=(), stop_texts=None)
 
     def at(self, temperature: float) -> Sampling:
         """These settings with another temperature; 0 sets `greedy`."""
@@ -68,6 +80,15 @@ class Sampling:
             if temperature == 0
             else attrs.evolve(self, greedy=False, temperature=temperature)
         )
+
+    def with_options(self, options: Mapping[str, Any]) -> Sampling:
+        """These settings with options as clients write them: None leaves one as it is, a temperature of 0 sets
+        `greedy`, and a top_k of -1 keeps every token. Raises ValueError for a value that is not allowed."""
+        given = {name: value for name, value in options.items() if value is not None}
+        if given.get("top_k") == -1:
+            given["top_k"] = None
+        changed = self.at(given.pop("temperature")) if "temperature" in given else self
+        return attrs.evolve(changed, **given)
 
     def stopped(self, response: Sequence[int]) -> bool:
         """Whether a response ended with a stop token or text, rather than at its maximal length."""

@@ -90,7 +90,7 @@ def _rows_hold(fn: Callable[..., tuple[Tensor, ...]], *columns: Tensor) -> bool:
 
 def _product_holds(linear: Callable[..., Tensor], weight: Callable[[], Tensor], draw: Callable[..., Tensor]) -> bool:
     """Whether `linear` keeps a row's bits in any batch, and those of an output when only half of the outputs are
-    computed: decoding joins several weights into one."""
+    computed: decoding joins several weights into one. `draw(*sizes)` gives random tensors."""
     whole = weight()
     rows = draw(MANY, whole.shape[1])
     half = whole[: (len(whole) + 1) // 2].clone()
@@ -152,7 +152,7 @@ def _decoding_holds(
     width: int,
 ) -> bool:
     """Whether `decoding` gives the last tokens of sequences, in one call over their padded cache, the same bits as
-    packed `attention`."""
+    packed `attention`. Heads have `width` numbers, from `draw(*sizes)`."""
     sizes, scale = (3, 40, 1, ROWS), width**-0.5
     query, *pair = (draw(sum(sizes), count, width) for count in (heads, kv_heads, kv_heads))
     expected = attention(query, *pair, lengths=make_lengths(sizes), scale=scale)

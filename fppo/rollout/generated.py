@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fppo.batch import Column, Prompts, Rollout, RowInputs
+from fppo.data.stops import StopReader
 from fppo.rollout.engine import Ask, Engine
 from fppo.rollout.requests import (
     DrawnTokens,
+    End,
     FinishedRequest,
     QueueFull,
     Request,
@@ -46,7 +48,7 @@ def generated(
 ) -> Iterator[Requests]:
     """Open an engine without `open` for requests, which `engine.generate` answers. The arguments are those of
     `opened`."""
-    yield GeneratedRequests(engine, params, version, most_waiting, together)
+    yield GeneratedRequests(engine.generate, params, version, most_waiting, together)
 
 
 class _Continued:
@@ -56,21 +58,65 @@ class _Continued:
         self.ids, self.inputs, self.ran = [*ids], inputs, ran
 
 
+class _OpenRow(NamedTuple):
+    """A request, its row, and what it has drawn so far."""
+
+    request: Request
+    row: _Continued
+    reader: StopReader | None
+    pieces: list[_AnsweredPart]
+
+    @property
+    def drawn(self) -> int:
+        return sum(len(piece.tokens) for piece in self.pieces)
+
+    @property
+    def left(self) -> int:
+        return self.request.sampling.max_tokens - self.drawn
+
+    def finished(self, end: End) -> FinishedRequest:
+        none = torch.zeros(0, dtype=torch.int64)
+        pieces = self.pieces or [_AnsweredPart(none, none.float(), none.float(), none.int())]
+        *columns, experts = zip(*pieces, strict=True)
+        tokens, log_probs, others, versions = (torch.cat(column) for column in columns)
+        found = [own for own in experts if own is not None]
+        return FinishedRequest(
+            name=self.request.name,
+            tokens=tokens,
+            log_probs=log_probs,
+            sampling_log_probs=others,
+            versions=versions,
+            end=end,
+            fed=self.row.ran if self.pieces else 0,
+            experts=torch.cat(found) if found else None,
+        )
+
+
+class _AnsweredPart(NamedTuple):
+    """Consecutive tokens of one answer, on the host."""
+
+    tokens: Tensor  # int64 [T]
+    log_probs: Tensor
+    sampling_log_probs: Tensor
+    versions: Tensor  # int32
+    experts: Tensor | None = None  # [M, L, k] of the M tokens that ran for it first
+
+
 class GeneratedRequests:
-    """`Requests` that `engine.generate` answers. A step answers all waiting requests to their ends. The prompt of a
-    request is all tokens of its row so far, which are computed anew."""
+    """`Requests` that `generate` answers: a step answers all waiting requests to their ends, or up to so many tokens of
+    each. The prompt of a request is all tokens of its row so far, which are computed anew."""
 
     def __init__(
         self,
-        engine: Engine,
+        generate: Callable[[Mapping[str, Tensor], Ask], Rollout],
         params: Mapping[str, Tensor],
         version: int,
-        most_waiting: int | None,
-        together: tuple[str, ...],
+        most_waiting: int | None = None,
+        together: tuple[str, ...] = (),
     ) -> None:
-        self._engine, self._params, self._version = engine, params, version
+        self._generate, self._params, self._version = generate, params, version
         self._most_waiting, self._together = most_waiting, together
-        self._waiting: dict[str, tuple[Request, _Continued]] = {}
+        self._waiting: dict[str, _OpenRow] = {}
         self._kept: dict[str, _Continued] = {}
         self._cancelled: list[FinishedRequest] = []
 
@@ -90,7 +136,7 @@ class GeneratedRequests:
         return RequestCounts(len(self._waiting), 0, len(self._kept))
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Implement `Requests.add`."""
+        """Queue requests, all of them or none, for the next step; see `Requests.add` for its errors."""
         waiting = len(self._waiting) + len(requests)
         if self._most_waiting is not None and waiting > self._most_waiting:
             raise QueueFull(f"{waiting} requests would wait, and at most {self._most_waiting} may: add them later")
@@ -98,18 +144,22 @@ class GeneratedRequests:
         check_without(requests, "an engine that only generates")
         for request in requests:
             had = _Continued((), request.inputs, 0) if request.after is None else self._kept[request.after]
-            self._waiting[request.name] = request, _Continued([*had.ids, *request.ids], had.inputs, had.ran)
+            row, texts = _Continued([*had.ids, *request.ids], had.inputs, had.ran), request.sampling.stop_texts
+            reader = None if texts is None else StopReader(texts)
+            self._waiting[request.name] = _OpenRow(request, row, reader, [])
 
-    def step(self) -> StepResult:
-        """Implement `Requests.step`."""
+    def step(self, most: int | None = None) -> StepResult:
+        """Draw all tokens of every request that waits, or up to `most` of each, and return those that ended; see
+        `Requests.step`."""
         finished, self._cancelled = self._cancelled, []
-        waiting, self._waiting = [*self._waiting.values()], {}
-        alike: dict[Any, list[tuple[Request, _Continued]]] = {}
-        for request, row in waiting:
-            how = request.sampling
-            drawn = how.temperature, how.top_k, how.top_p, how.greedy, request.key, request.position
-            alike.setdefault((*drawn, how.stop_token_ids, id(how.stop_texts)), []).append((request, row))
-        done = [each for group in alike.values() for each in self._answered(group)]
+        alike: dict[Any, list[_OpenRow]] = {}
+        for row in self._waiting.values():
+            request, how = row.request, row.request.sampling
+            drawn = how.per_token, how.stop_token_ids, id(how.stop_texts), request.key, request.position + row.drawn
+            alike.setdefault(drawn, []).append(row)
+        done = [each for group in alike.values() for each in self._answered(group, most)]
+        if most is not None:
+            return StepResult(DrawnTokens(version=self._version), [*finished, *done])
         drawn = [
             (one.name, *token)
             for one in done
@@ -118,95 +168,88 @@ class GeneratedRequests:
         columns = [[*column] for column in zip(*drawn, strict=True)] if drawn else [[], [], [], []]
         return StepResult(DrawnTokens(*columns, version=self._version), [*finished, *done])
 
-    def _answered(self, group: Sequence[tuple[Request, _Continued]]) -> list[FinishedRequest]:
+    def _answered(self, group: Sequence[_OpenRow], most: int | None) -> list[FinishedRequest]:
+        """Draw up to `most` tokens of rows that draw alike (None: all), and return the requests that ended."""
         group, n = _samples(group)
-        first, rows = group[0][0], [row for _, row in group[::n]]
-        limits = torch.tensor([request.sampling.max_tokens for request, _ in group[::n]])
+        first, rows = group[0], [each.row for each in group[::n]]
+        limits = torch.tensor([each.left for each in group[::n]])
+        limits = limits if most is None else limits.clamp(max=most)
         ask = Ask(
-            prompts=_prompts(rows, [request.row // n for request, _ in group[::n]]),
-            sampling=attrs.evolve(first.sampling, n=n, max_tokens=int(limits.max())),
-            key=first.key,
+            prompts=_prompts(rows, [each.request.row // n for each in group[::n]]),
+            sampling=attrs.evolve(first.request.sampling, n=n, max_tokens=int(limits.max())),
+            key=first.request.key,
             version=self._version,
             limits=limits,
-            offset=first.position,
+            offset=first.request.position + first.drawn,
         )
-        rollout = self._engine.generate(self._params, ask)
-        return [self._finished(request, row, rollout, place) for place, (request, row) in enumerate(group)]
+        rollout = self._generate(self._params, ask)
+        done: list[FinishedRequest] = []
+        for place, each in enumerate(group):
+            end = self._taken(each, rollout, place)
+            done += [] if end is None else [self._closed(each, end)]
+        return done
 
-    def _finished(self, request: Request, row: _Continued, rollout: Rollout, place: int) -> FinishedRequest:
-        width = rollout.response_mask.shape[1]
-        mask = rollout.response_mask[place]
-        tokens = rollout.tokens[place, -width:][mask].cpu()
-        versions = torch.full_like(tokens, int(rollout.versions[place]), dtype=torch.int32)
+    def _taken(self, each: _OpenRow, rollout: Rollout, index: int) -> End | None:
+        """Give a row its tokens in a rollout. Returns how it ends with them; None if it goes on."""
+        width, row = rollout.response_mask.shape[1], each.row
+        mask = rollout.response_mask[index]
+        tokens = rollout.tokens[index, -width:][mask].cpu()
+        reader, count, by_text = each.reader, len(tokens), False
+        if reader is not None:  # an engine does not see the part of a text that was drawn before
+            ends = [reader.ends(0, token) for token in tokens.tolist()]
+            by_text = any(ends)
+            count = ends.index(True) + 1 if by_text else count
+        versions = torch.full_like(tokens, int(rollout.versions[index]), dtype=torch.int32)
         if rollout.token_versions is not None:
-            versions = rollout.token_versions[place][mask].cpu()
-        row.ids += tokens.tolist()
+            versions = rollout.token_versions[index][mask].cpu()
+        stopped = by_text or rollout.finish[index] == "stop"
+        row.ids += tokens[:count].tolist()
         experts, ran = None, len(row.ids) - 1
         if rollout.routed is not None:
-            experts = rollout.routed[place][rollout.attention_mask[place].bool()][row.ran : ran].cpu()
-        if request.keep:
-            self._kept[request.name] = _Continued(row.ids, row.inputs, ran)
-        return FinishedRequest(
-            name=request.name,
-            tokens=tokens,
-            log_probs=rollout.rollout_log_probs[place][mask].cpu(),
-            sampling_log_probs=rollout.sampling_log_probs[place][mask].cpu(),
-            versions=versions,
-            end=rollout.finish[place],
-            fed=ran,
-            experts=experts,
-        )
+            experts = rollout.routed[index][rollout.attention_mask[index].bool()][row.ran : ran].cpu()
+        log_probs, others = (x[index][mask].cpu() for x in (rollout.rollout_log_probs, rollout.sampling_log_probs))
+        each.pieces.append(_AnsweredPart(tokens[:count], log_probs[:count], others[:count], versions[:count], experts))
+        row.ran = ran
+        return "stop" if stopped else None if each.left else "length"
+
+    def _closed(self, each: _OpenRow, end: End) -> FinishedRequest:
+        del self._waiting[each.request.name]
+        if each.request.keep:
+            self._kept[each.request.name] = each.row
+        return each.finished(end)
 
     def cancel(self, names: Sequence[str]) -> None:
-        """Implement `Requests.cancel`."""
-        for name in names:
-            request, row = self._waiting.pop(name, (None, None))
-            if request is None or row is None:
-                continue
-            if request.keep:
-                self._kept[name] = row
-            nothing = torch.zeros(0)
-            none = torch.zeros(0, dtype=torch.int64)
-            self._cancelled.append(
-                FinishedRequest(
-                    name=name,
-                    tokens=none,
-                    log_probs=nothing,
-                    sampling_log_probs=nothing,
-                    versions=none.int(),
-                    end="cancelled",
-                    fed=0,
-                )
-            )
+        """End these requests; the next step reports them as "cancelled". Other names are ignored."""
+        rows = [self._waiting[name] for name in dict.fromkeys(names) if name in self._waiting]
+        self._cancelled += [self._closed(each, "cancelled") for each in rows]
 
     def release(self, names: Sequence[str]) -> None:
-        """Implement `Requests.release`."""
+        """Forget the kept contexts of these ended requests. Other names are ignored."""
         for name in names:
             self._kept.pop(name, None)
 
     def update(self, params: Mapping[str, Tensor], version: int) -> None:
-        """Implement `Requests.update`."""
+        """Continue with newer parameters of this version, which later tokens report."""
         self._params, self._version = params, version
 
 
-def _samples(group: Sequence[tuple[Request, _Continued]]) -> tuple[list[tuple[Request, _Continued]], int]:
-    """Sort requests by row. Also returns n if each n adjacent requests are samples of one prompt, else 1."""
-    group = sorted(group, key=lambda each: each[0].row)
+def _samples(group: Sequence[_OpenRow]) -> tuple[list[_OpenRow], int]:
+    """Sort rows by number. Also returns n if each n adjacent rows are samples of one prompt, else 1."""
+    group = sorted(group, key=lambda each: each.request.row)
     first = group[0]
     n = next((i for i, each in enumerate(group) if not _same_prompt(first, each)), len(group))
     parts = [group[i : i + n] for i in range(0, len(group), n)]
     whole = all(
-        [request.row for request, _ in part] == list(range(part[0][0].row, part[0][0].row + n))
-        and part[0][0].row % n == 0
+        [each.request.row for each in part] == list(range(part[0].request.row, part[0].request.row + n))
+        and part[0].request.row % n == 0
         and all(_same_prompt(part[0], each) for each in part)
         for part in parts
     )
     return group, n if whole else 1
 
 
-def _same_prompt(a: tuple[Request, _Continued], b: tuple[Request, _Continued]) -> bool:
-    most = a[0].sampling.max_tokens == b[0].sampling.max_tokens
-    return most and a[1].ids == b[1].ids and a[1].inputs is b[1].inputs
+def _same_prompt(a: _OpenRow, b: _OpenRow) -> bool:
+    return a.left == b.left and a.row.ids == b.row.ids and a.row.inputs is b.row.inputs
 
 
 def _prompts(rows: Sequence[_Continued], numbers: Sequence[int]) -> Prompts:

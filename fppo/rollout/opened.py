@@ -5,24 +5,22 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import compress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, compress
 from typing import NamedTuple
 
 import attrs
 import torch
 from torch import Tensor
 
-from fppo.key import uniforms
 from fppo.models.model import Model
 from fppo.models.run import Bound
-from fppo.models.seams import AttentionLayer
 from fppo.models.several import Adapter, fitted
-from fppo.rollout.banks import BankLayout
 from fppo.rollout.decoder import DecoderFactors
+from fppo.rollout.drawn import DrawingRows, DrawnRows
 from fppo.rollout.engine import Sampling
-from fppo.rollout.places import CHUNK, DecodeSlots, ServedAdapter
-from fppo.rollout.reading import Reading, RowContext, read
+from fppo.rollout.places import DecodeSlots, ServedAdapter
+from fppo.rollout.prefill import PrefillInput, RowContext, first_logits, prefill
 from fppo.rollout.records import tensor_of
 from fppo.rollout.requests import (
     DrawnTokens,
@@ -37,13 +35,22 @@ from fppo.rollout.rows import KeptRow, OpenRow, SharedPrompt, check_adapters, ch
 from fppo.rollout.sampling import Draws, draw
 from fppo.rollout.scores import ScoredPrompt, top_tokens, whole_logits
 from fppo.rollout.stepping import DecodingPolicy, HeadLogProbs, Next
-from fppo.rollout.waiting import WaitingRows
+from fppo.rollout.waiting import Fits, WaitingRows
 from fppo.runtime.graphs import Record
 from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.padding import sent
 from fppo_kernels.table import takes_key_lengths
 
+_COMPACT = 0.9  # rows that have ended leave when the share of others is lower
 _FEW = 8  # a row with up to so many new tokens runs them one by one while other rows draw, not in a pass
+
+
+class MemoryBudget(NamedTuple):
+    """Bytes for keys, values and states."""
+
+    most: int
+    token: int  # of one token's keys and values
+    row: int  # of one row's states
 
 
 class LoadedPolicy(NamedTuple):
@@ -52,10 +59,7 @@ class LoadedPolicy(NamedTuple):
     model: Model  # the engine's own
     bound: Bound
     policy: DecodingPolicy
-    layout: BankLayout
-    calls: Sequence[AttentionLayer]  # arguments of each attention call
-    state_bytes: int  # of a row
-    budget: int | None  # bytes for keys, values and states
+    budget: MemoryBudget | None  # None: no bound
     scores: Callable[[float], HeadLogProbs] | None  # for a temperature, if log-probs are to be a training pass's own
     recorder: Callable[[], Record] | None  # makes recorders of steps, if steps are recorded
 
@@ -84,17 +88,16 @@ class EmbeddedRequests:
         self._waiting = WaitingRows()
         self._adapters: dict[str, ServedAdapter] = {}
         self._version = version
-        self._live: list[OpenRow] = []  # by their places
         self._open: dict[str, OpenRow] = {}
         self._kept: dict[str, KeptRow] = {}
         self._cancelled: list[FinishedRequest] = []
-        self._kinds: dict[tuple[float, int, float, bool], int] = {}
-        self._samplings: list[Sampling] = []  # one of each kind
+        self._kinds: dict[Sampling, int] = {}  # by all options, and by those of a draw alone
+        self._samplings: list[Sampling] = []  # of each kind
         self._take_in(params, version)
 
     @property
     def together(self) -> tuple[str, ...]:
-        """Implement `Requests.together`."""
+        """The mesh axes whose ranks must make the same calls in the same order."""
         return self._together
 
     @property
@@ -104,11 +107,11 @@ class EmbeddedRequests:
 
     @property
     def counts(self) -> RequestCounts:
-        """Implement `Requests.counts`."""
-        return RequestCounts(len(self._waiting), len(self._live), len(self._kept))
+        """The numbers of requests that wait, that draw, and that are kept after their end."""
+        return RequestCounts(len(self._waiting), len(self._drawn), len(self._kept))
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Implement `Requests.add`."""
+        """Queue requests, all of them or none; equal prompts are prefilled once. See `Requests.add` for its errors."""
         waiting = self.counts.waiting + len(requests)
         if self._most_waiting is not None and waiting > self._most_waiting:
             raise QueueFull(f"{waiting} requests would wait, and at most {self._most_waiting} may: add them later")
@@ -130,74 +133,93 @@ class EmbeddedRequests:
                 prompt.missing += 1
                 if request.scores is not None and request.scores.of_prompt:
                     scored = ScoredPrompt(request.scores, request.sampling, request.key, request.row)
-                    prompt.asked[request.name] = scored
+                    prompt.requested_scores[request.name] = scored
                 row = OpenRow(request, [*request.ids], request.inputs, kind, prompt=prompt)
             self._waiting.add(row, fresh=request.after is None)
             self._open[request.name] = row
 
-    def step(self) -> StepResult:
-        """Implement `Requests.step`."""
+    def step(self, most: int | None = None) -> StepResult:
+        """Draw one token of each request that has a place, or up to `most`, and return the tokens and the requests that
+        ended; see `Requests.step`. With `most` the tokens are not listed."""
         finished, self._cancelled = self._cancelled, []
-        with torch.inference_mode(), for_any_shape(self._loaded.layout.device):
-            by_steps, others = self._chosen()
-            self._place(by_steps, [row.context for row in by_steps if row.context is not None])
-            for row in by_steps:
-                row.pending, *rest = row.unread
-                row.feed, row.context = deque(rest), None
-            parts = [self._stepped()] if self._live else []
-            contexts = self._read(others)
-            self._place(others, contexts)
-            parts += [context.after for context in contexts if context.after is not None]
-            drawn = self._draw(parts) if parts else None
-        if drawn is None:
-            return StepResult(DrawnTokens(version=self._version), finished)
-        tokens, ended = self._taken(*drawn)
-        return StepResult(tokens, [*finished, *ended])
+        tokens, ended = DrawnTokens(version=self._version), dict[int, End]()
+        with torch.inference_mode(), for_any_shape(self._loaded.policy.device):
+            for _ in range(most or 1):
+                if not self._open:
+                    break
+                rows, draws, new = self._stepped(scores=most is None)
+                ended |= new
+                if most is None:
+                    tokens = DrawnTokens(rows.names, *(x.tolist() for x in draws), version=self._version)
+                if self._due(ended):
+                    finished += self._end(ended)
+                    ended = {}
+            finished += self._end(ended)
+        return StepResult(tokens, finished)
+
+    def _due(self, ended: Mapping[int, End]) -> bool:
+        """Whether rows that have ended leave now; else they stay among those that draw, since it takes time to move
+        others to their places."""
+        if not ended:
+            return False
+        kept = any(self._drawn.rows[place].request.keep for place in ended)
+        return (
+            kept
+            or self._drawn.full
+            or len(self._waiting) > 0
+            or len(self._drawn) - len(ended) < _COMPACT * len(self._drawn)
+        )
 
     def cancel(self, names: Sequence[str]) -> None:
-        """Implement `Requests.cancel`."""
+        """End these requests; the next step reports them as "cancelled". Names that are not open are ignored."""
         rows = [self._open[name] for name in dict.fromkeys(names) if name in self._open]
         for row in rows:
             if row.prompt is not None:
                 row.prompt.missing -= 1
-                row.prompt.left(row.name)
+                row.prompt.release(row.name)
             if self._waiting.remove(row):
                 self._keep(row, row.context)
-        live = set(map(id, rows))
-        self._end([place for place, row in enumerate(self._live) if id(row) in live])
-        self._cancelled += [self._closed(row, "cancelled") for row in rows]
+        cancelled = set(map(id, rows))
+        live = [place for place, row in enumerate(self._drawn.rows) if id(row) in cancelled]
+        ended = {each.name: each for each in self._end(dict.fromkeys(live, "cancelled"))}
+        self._cancelled += [ended.get(row.name) or self._closed(row, "cancelled") for row in rows]
 
     def release(self, names: Sequence[str]) -> None:
-        """Implement `Requests.release`."""
+        """Forget the kept contexts of the requests `names`, by `Requests.release`."""
         for name in names:
             self._kept.pop(name, None)
 
     def update(self, params: Mapping[str, Tensor], version: int) -> None:
-        """Implement `Requests.update`."""
-        self._waiting.put_back(self._live)
+        """Continue with newer parameters of this version. Open rows go back to the queue, and all contexts are computed
+        anew."""
+        live = self._drawn.rows
+        self._take_parts(range(len(live)))
+        self._waiting.put_back(live)
         for row in self._waiting:
             row.context = None
-            row.feed.clear()
+            row.queued_tokens.clear()
             row.experts.clear()
             if row.prompt is not None:
                 row.prompt.read = None
         self._kept = {name: attrs.evolve(kept, context=None) for name, kept in self._kept.items()}
-        self._live = []
         self._take_in(params, version)
 
     def put(self, name: str, adapter: Adapter, version: int = 0) -> None:
-        """Implement `AdapterRequests.put`."""
+        """Store a copy of an adapter under a name, in place of an earlier one; open rows with it go on with the newer
+        factors. Raises ValueError for an adapter that does not fit, and for an exact engine."""
         loaded, decoder = self._loaded, self._loaded.policy.decoder
         if loaded.scores is not None:
             raise ValueError(f"adapter {name!r}: an exact engine runs no adapters beside its base; leave exact out")
-        own = fitted(loaded.model, adapter, name, loaded.layout.device, loaded.policy.head.weight.dtype)
+        own = fitted(loaded.model, adapter, name, loaded.policy.device, loaded.policy.head.weight.dtype)
         held = decoder is not None and decoder.held
         factors = DecoderFactors.of(loaded.model, own.factors) if held else None
+        rows = self._drawn.rows
+        self._take_parts([place for place, row in enumerate(rows) if row.request.adapter == name])
         self._adapters[name] = ServedAdapter(own, version, factors)
         self._places.renew()
 
     def drop(self, name: str) -> None:
-        """Implement `AdapterRequests.drop`."""
+        """Forget an adapter, and the contexts computed with it. Raises ValueError while requests with it are open."""
         users = [row.name for row in self._open.values() if row.request.adapter == name]
         if users:
             raise ValueError(
@@ -210,205 +232,208 @@ class EmbeddedRequests:
         self._version = version
         self._loaded = loaded = self._load(params)
         spare = 2 if loaded.budget is None else 8
-        self._places = DecodeSlots(
-            loaded.bound,
-            loaded.policy,
-            loaded.layout,
-            loaded.calls,
-            self._limit,
-            spare,
-            loaded.recorder,
-            self._adapters,
-        )
+        self._places = DecodeSlots(loaded.bound, loaded.policy, self._limit, spare, loaded.recorder, self._adapters)
         self._in_passes = not loaded.policy.model.stateful and takes_key_lengths(loaded.policy.kernels.attention)
         self._scores: dict[float, HeadLogProbs] = {}
+        self._drawn = DrawnRows(loaded.policy.device, self._scored)
 
     def _kind_of(self, sampling: Sampling) -> int:
-        """Number the settings by how they draw: those with equal temperature, top_k, top_p and greedy have one
-        number."""
-        kind = sampling.temperature, sampling.top_k or 0, sampling.top_p, sampling.greedy
-        if kind not in self._kinds:
-            self._kinds[kind] = len(self._samplings)
-            self._samplings.append(sampling)
-        return self._kinds[kind]
+        """Index in `_samplings` of the options by which a row draws."""
+        if sampling not in self._kinds:
+            drawn = sampling.per_token
+            if drawn not in self._kinds:
+                self._kinds[drawn] = len(self._samplings)
+                self._samplings.append(drawn)
+            self._kinds[sampling] = self._kinds[drawn]
+        return self._kinds[sampling]
 
     def _check_budget(self, request: Request, before: int) -> None:
         tokens = before + len(request.ids) + request.sampling.max_tokens
         size, budget = self._bytes(tokens), self._loaded.budget
-        if budget is not None and size > budget:
+        if budget is not None and size > budget.most:
             raise ValueError(
-                f"cache_bytes = {budget:,}: request {request.name!r} may have {tokens} tokens, {size:,} bytes of keys "
-                "and values: give it more, or fewer tokens"
+                f"cache_bytes = {budget.most:,}: request {request.name!r} may have {tokens} tokens, {size:,} bytes of "
+                "keys and values: give it more, or fewer tokens"
             )
 
     def _bytes(self, tokens: int) -> int:
-        return tokens * self._loaded.layout.token_bytes + self._loaded.state_bytes
+        budget = self._loaded.budget
+        return 0 if budget is None else tokens * budget.token + budget.row
 
     def _chosen(self) -> tuple[list[OpenRow], list[OpenRow]]:
         """Choose the waiting rows that begin now. Returns the rows whose new tokens run in steps, and the others."""
-        rows = self._waiting.deal(self._fits)
+        rows = self._waiting.deal(self._fitting())
         by_steps = [self._prefills_by_steps(row) for row in rows]
         return [*compress(rows, by_steps)], [*compress(rows, map(operator.not_, by_steps))]
 
-    def _fits(self, row: OpenRow, others: Sequence[OpenRow], fresh: bool) -> bool:
-        """Whether a row can begin beside the rows that draw and the rows `others` that begin. `fresh` prompts leave
-        room for kept rows to come back; a row alone always fits."""
-        count, budget = len(self._live) + len(others), self._loaded.budget
-        if count >= self._most_rows or not count or budget is None:
-            return count < self._most_rows
-        longest = max(self._places.longest, *(other.most for other in (row, *others)))
-        one = self._bytes(self._places.columns(longest, longest))
-        coming = [*self._waiting.coming]
-        if fresh:
-            return (count + 1 + len(self._kept) + len(coming)) * one <= budget
-        held = [x.context.length for x in (*self._kept.values(), *coming) if x.context is not None]
-        return (count + 1) * one + sum(map(self._bytes, held)) <= budget
+    def _fitting(self) -> Fits:
+        """A function that says whether a row can begin beside the rows that draw and those `dealt` before it. `fresh`
+        prompts leave room for kept rows to come back; a row alone always fits."""
+        budget, longest = self._loaded.budget, self._places.longest
+        held = [x.context.length for x in (*self._kept.values(), *self._waiting.coming) if x.context is not None]
+        coming, held_bytes = len([*self._waiting.coming]), sum(map(self._bytes, held))
+
+        def fits(row: OpenRow, dealt: Sequence[OpenRow], fresh: bool) -> bool:
+            nonlocal longest, coming, held_bytes
+            count = len(self._drawn) + len(dealt)
+            if count >= self._most_rows:
+                return False
+            most = max(longest, row.max_length)
+            one = self._bytes(self._places.columns(most, most))
+            if fresh:
+                fit = budget is None or not count or (count + 1 + len(self._kept) + coming) * one <= budget.most
+            else:
+                fit = budget is None or not count or (count + 1) * one + held_bytes <= budget.most
+            if fit:
+                longest = most
+                coming -= not fresh
+                held_bytes -= 0 if fresh or row.context is None else self._bytes(row.context.length)
+            return fit
+
+        return fits
 
     def _prefills_by_steps(self, row: OpenRow) -> bool:
-        return row.context is not None and (not self._in_passes or len(row.unread) <= _FEW)
+        return row.context is not None and (not self._in_passes or len(row.uncached_ids) <= _FEW)
 
-    def _place(self, rows: Sequence[OpenRow], contexts: Sequence[RowContext]) -> None:
-        """Give rows places among the rows that decode; each continues its own of the `contexts`."""
-        self._places.join(contexts, [row.most for row in rows], [row.request.adapter for row in rows])
-        self._live += rows
-
-    def _stepped(self) -> Next:
-        """Run one more token of each row that has a place, and return the logits after it."""
-        after = self._places.step([row.pending for row in self._live])
-        for place, row in enumerate(self._live):
-            row.fed += 1
-            if after.experts is not None:
-                row.experts.append(after.experts[place : place + 1])
-        return after
-
-    def _read(self, rows: Sequence[OpenRow]) -> list[RowContext]:
-        """Prefill rows, and return the contexts from which they draw; a prompt of several rows is prefilled once."""
-        readings: dict[int, Reading] = {}
-        for row in rows:
-            source = row if row.prompt is None else row.prompt
-            if row.prompt is None or row.prompt.read is None:
-                row.fed += 0 if id(source) in readings else len(row.unread)
-                readings.setdefault(id(source), self._reading(row))
-        loaded = self._loaded
-        every = read(loaded.bound, loaded.policy, loaded.layout, [*readings.values()]) if readings else []
-        found = dict(zip(readings, every, strict=True))
-        contexts: list[RowContext] = []
-        new = {id(row.prompt): row.prompt for row in rows if row.prompt is not None and id(row.prompt) in found}
-        for row in rows:
-            prompt = row.prompt
-            context, experts, _ = found[id(row)] if prompt is None else prompt.taken(found.get(id(prompt)))
-            if prompt is not None:
-                row.prompt_scores = prompt.left(row.name)
-            row.context = row.prompt = None
-            row.experts += [] if experts is None else [experts]
-            contexts.append(context)
-        for prompt in new.values():
-            prompt.settle()
-        return contexts
-
-    def _reading(self, row: OpenRow) -> Reading:
-        name, asked = row.request.adapter, () if row.prompt is None else tuple(row.prompt.asked.values())
-        adapter = None if name is None else self._adapters[name].adapter
-        inputs = row.inputs if row.context is None else None  # else their keys and values are in the context
-        return Reading(row.unread, row.context, inputs, adapter, asked)
-
-    def _draw(self, parts: Sequence[Next]) -> tuple[list[OpenRow], list[int], list[float], list[float]]:
-        """Draw for the rows whose tokens have all run: return them, their tokens and log-probs. Other rows get their
-        next token to run."""
-        drawing = [place for place, row in enumerate(self._live) if not row.feed]
+    def _stepped(self, *, scores: bool) -> tuple[DrawingRows, Draws, dict[int, End]]:
+        """Draw one more token of each row that has a place or gets one now. Returns the rows that drew, the draws, and
+        the places of rows that end. With `scores` log-probs are final; else some may be computed later."""
+        by_steps, others = self._chosen() if len(self._waiting) else ([], [])
+        self._reserve(by_steps, [row.context for row in by_steps if row.context is not None])
+        pending = [row.uncached_ids for row in by_steps]
+        for row, (_, *rest) in zip(by_steps, pending, strict=True):
+            row.queued_tokens = deque(rest)
+        self._place(by_steps, [row.context for row in by_steps if row.context is not None], [x[0] for x in pending])
+        parts: list[Next] = []
+        if len(self._drawn):
+            parts.append(self._places.step(self._drawn.pending))
+            self._drawn.ran(parts[0].experts)
+        parts += self._read(others)
         logits = parts[0].logits if len(parts) == 1 else torch.cat([part.logits for part in parts])
         hidden = None
         if self._loaded.scores is not None:
             hidden = torch.cat([part.hidden for part in parts if part.hidden is not None])
-        if len(drawing) < len(self._live):
-            for row in self._live:
-                if row.feed:
-                    row.pending = row.feed.popleft()
-            index = sent(tensor_of(drawing, torch.int64), logits.device)
-            logits, hidden = logits[index], None if hidden is None else hidden[index]
-        rows = [self._live[place] for place in drawing]
-        self._refill(rows)
-        numbers = sent(tensor_of([row.uniforms.pop() for row in rows], torch.float64), logits.device)
-        kinds = {row.kind for row in rows}
-        if len(kinds) == 1:
-            draws = self._drawn(logits, numbers, hidden, kinds.pop())
-            tokens = draws.tokens.tolist()
-            self._score(rows, logits, tokens)
-            return rows, tokens, draws.log_probs.tolist(), draws.sampling_log_probs.tolist()
-        found: list[tuple[int, int, float, float]] = []
-        for kind in sorted(kinds):
-            places = [place for place, row in enumerate(rows) if row.kind == kind]
-            index = sent(tensor_of(places, torch.int64), logits.device)
-            draws = self._drawn(logits[index], numbers[index], None if hidden is None else hidden[index], kind)
-            found += zip(places, *(x.tolist() for x in draws), strict=True)
-        _, tokens, log_probs, others = zip(*sorted(found), strict=True) if found else ((), (), (), ())
-        self._score(rows, logits, tokens)
-        return rows, [*tokens], [*log_probs], [*others]
+        return self._draw(logits, hidden, scores=scores)
 
-    def _score(self, rows: Sequence[OpenRow], logits: Tensor, tokens: Sequence[int]) -> None:
+    def _reserve(self, rows: Sequence[OpenRow], contexts: Sequence[RowContext]) -> None:
+        if rows:
+            longest = max(len(row.ids) for row in rows)
+            most = longest + max(row.tokens_left for row in rows)
+            self._places.reserve(contexts[0].layout, len(rows), longest, most)
+
+    def _place(self, rows: Sequence[OpenRow], contexts: Sequence[RowContext], pending: Sequence[int]) -> None:
+        """Give rows places among the rows that decode; each continues its own of the `contexts`, and its own of the
+        tokens `pending` runs next."""
+        if not rows:
+            return
+        for row in rows:
+            row.context = None
+        self._places.join(contexts, [row.max_length for row in rows], [row.request.adapter for row in rows])
+        self._drawn.join(rows, pending)
+
+    def _read(self, rows: Sequence[OpenRow]) -> Iterator[Next]:
+        """Prefill rows, and give them places; a prompt of several rows is prefilled once. Yields the logits of their
+        first draws, in the order of their places."""
+        prefills: dict[OpenRow | SharedPrompt, PrefillInput] = {}
+        users: dict[OpenRow | SharedPrompt, list[OpenRow]] = {}
+        loaded = self._loaded
+        for row in rows:
+            source = row.prompt or row
+            users.setdefault(source, []).append(row)
+            if source not in prefills and (row.prompt is None or row.prompt.read is None):
+                row.fed += len(row.uncached_ids)
+                prefills[source] = self._prefill_input(row)
+        ready = {
+            prompt: prompt.read for prompt in users if isinstance(prompt, SharedPrompt) and prompt.read is not None
+        }
+        reserved = False
+        passes = prefill(loaded.bound, loaded.policy, prefills)
+        for found in chain([ready] if ready else [], passes):
+            if not reserved:  # after the first pass, whose activations are gone by then
+                self._reserve(rows, [result.context for result in found.values()])
+            reserved = True
+            contexts, begun = list[RowContext](), list[OpenRow]()
+            for source, result in found.items():
+                begun += users[source]
+                contexts += [result.context] * len(users[source])
+                for row in users[source]:
+                    row.experts += [] if result.experts is None else [result.experts]
+                    row.prompt = None
+                if isinstance(source, SharedPrompt):
+                    source.begin(users[source], result)
+            self._place(begun, contexts, [0] * len(begun))
+            yield from first_logits(contexts, loaded.policy.device)
+
+    def _prefill_input(self, row: OpenRow) -> PrefillInput:
+        name = row.request.adapter
+        requested_scores = () if row.prompt is None else tuple(row.prompt.requested_scores.values())
+        adapter = None if name is None else self._adapters[name].adapter
+        inputs = row.inputs if row.context is None else None  # else their keys and values are in the context
+        return PrefillInput(row.uncached_ids, row.context, inputs, adapter, requested_scores)
+
+    def _draw(
+        self, logits: Tensor, hidden: Tensor | None, *, scores: bool
+    ) -> tuple[DrawingRows, Draws, dict[int, End]]:
+        """Draw for the rows whose tokens have all run, from the logits [R, V] and the hidden states of all rows."""
+        rows, numbers = self._drawn.drawing()
+        if rows.places is not None:
+            logits, hidden = logits[rows.places], None if hidden is None else hidden[rows.places]
+        draws: Draws | None = None
+        for kind, index in rows.kinds:
+            if index is None:
+                draws = draw(logits, numbers, self._samplings[kind], self._loaded.policy.columns)
+                break
+            own = draw(logits[index], numbers[index], self._samplings[kind], self._loaded.policy.columns)
+            draws = draws or Draws(*(x.new_zeros(len(logits)) for x in own))
+            for x, new in zip(draws, own, strict=True):
+                x[index] = new
+        if draws is None:  # all rows have tokens to run first
+            draws = Draws(numbers.long(), logits[:, 0], logits[:, 0])
+        if hidden is not None and scores:
+            draws, hidden = draws._replace(log_probs=self._drawn.scored(rows, draws.tokens, hidden)), None
+        self._score(rows.rows, logits, draws.tokens)
+        return rows, draws, self._drawn.take(draws, hidden)
+
+    def _scored(self, kind: int, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """A training pass's log-probs of tokens drawn by this kind of sampling, from the hidden states before them."""
+        temperature, scores = self._samplings[kind].temperature, self._loaded.scores
+        assert scores is not None
+        if temperature not in self._scores:
+            self._scores[temperature] = scores(temperature)
+        return self._scores[temperature](hidden, tokens)
+
+    def _score(self, rows: Sequence[OpenRow], logits: Tensor, tokens: Tensor) -> None:
         """Store the scores of draws from logits [R, V] for the rows that report them."""
         places = [place for place, row in enumerate(rows) if row.top]
         if not places:
             return
         index = sent(tensor_of(places, torch.int64), logits.device)
         own = whole_logits(logits if len(places) == len(rows) else logits[index], self._loaded.policy.columns)
-        chosen = sent(torch.tensor([tokens[place] for place in places]), logits.device)
-        log_probs = own.gather(1, chosen[:, None])[:, 0] - own.logsumexp(-1)
+        log_probs = own.gather(1, tokens[index, None])[:, 0] - own.logsumexp(-1)
         top = top_tokens(own, max(rows[place].top for place in places))
         for place, *found in zip(places, log_probs.tolist(), *(x.tolist() for x in top), strict=True):
             row, (log_prob, ids, likeliest) = rows[place], found
             row.drawn.append((log_prob, ids[: row.top], likeliest[: row.top]))
 
-    def _drawn(self, logits: Tensor, numbers: Tensor, hidden: Tensor | None, kind: int) -> Draws:
-        sampling, policy = self._samplings[kind], self._loaded.policy
-        draws = draw(logits, numbers, sampling, policy.columns)
-        if self._loaded.scores is None:
-            return draws
-        assert hidden is not None
-        temperature = sampling.temperature
-        if temperature not in self._scores:
-            self._scores[temperature] = self._loaded.scores(temperature)
-        return draws._replace(log_probs=self._scores[temperature](hidden, draws.tokens))
-
-    def _refill(self, rows: Iterable[OpenRow]) -> None:
-        """Give rows that have used theirs up the uniform numbers of their next draws, in reverse order."""
-        empty = [row for row in rows if not row.uniforms]
-        if not empty:
-            return
-        width = min(CHUNK, max(row.left for row in empty))
-        begins = tensor_of([row.request.position + len(row.tokens) for row in empty], torch.int64)
-        columns = begins[:, None] + torch.arange(width - 1, -1, -1)
-        numbers = uniforms([row.request.key for row in empty], [row.request.row for row in empty], columns)
-        for row, own in zip(empty, numbers.tolist(), strict=True):
-            row.uniforms = own
-
-    def _taken(
-        self, rows: Sequence[OpenRow], tokens: Sequence[int], log_probs: Sequence[float], others: Sequence[float]
-    ) -> tuple[DrawnTokens, list[FinishedRequest]]:
-        """Give rows their tokens, with log-probs and `others`, the log-probs under the distributions drawn from; take
-        out rows that end. Returns the step's tokens, and the requests that ended."""
-        ends: dict[int, End] = {}
-        for row, token, log_prob, other in zip(rows, tokens, log_probs, others, strict=True):
-            name = row.request.adapter
-            version = self._version if name is None else self._adapters[name].version
-            end = row.take(token, log_prob, other, version)
-            if end is not None:
-                ends[id(row)] = end
-        drawn = DrawnTokens([row.name for row in rows], tokens, log_probs, others, self._version)
-        if not ends:
-            return drawn, []
-        self._end([place for place, row in enumerate(self._live) if id(row) in ends])
-        return drawn, [self._closed(row, ends[id(row)]) for row in rows if id(row) in ends]
-
-    def _end(self, places: Sequence[int]) -> None:
-        """Take rows out of their places, with the contexts of those that are to be kept."""
-        if not places:
-            return
+    def _end(self, ended: Mapping[int, End]) -> list[FinishedRequest]:
+        """Take the rows at the places in `ended`, which says how each ended, out of them, with the contexts of those
+        that are to be kept; returns their results."""
+        if not ended:
+            return []
+        rows = [self._drawn.rows[place] for place in ended]
+        self._take_parts([*ended])
         with torch.inference_mode():
-            for place in places:
-                row = self._live[place]
+            for place, row in zip(ended, rows, strict=True):
                 self._keep(row, self._places.context(place) if row.request.keep else None)
-            self._live = [self._live[place] for place in self._places.leave(places)]
+            self._drawn.leave(self._places.leave([*ended]))
+        return [self._closed(row, end) for row, end in zip(rows, ended.values(), strict=True)]
+
+    def _take_parts(self, places: Sequence[int]) -> None:
+        """Give the rows in these places what they have drawn."""
+        for place, part in zip(places, self._drawn.taken(places) if len(places) else (), strict=True):
+            row = self._drawn.rows[place]
+            name = row.request.adapter
+            row.take(part, self._version if name is None else self._adapters[name].version)
 
     def _keep(self, row: OpenRow, context: RowContext | None) -> None:
         if row.request.keep:
@@ -416,4 +441,5 @@ class EmbeddedRequests:
 
     def _closed(self, row: OpenRow, end: End) -> FinishedRequest:
         del self._open[row.name]
-        return row.ended(end, torch.promote_types(self._loaded.policy.head.weight.dtype, torch.float32))
+        with torch.inference_mode(False):
+            return row.ended(end, torch.promote_types(self._loaded.policy.head.weight.dtype, torch.float32))

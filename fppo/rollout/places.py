@@ -4,25 +4,25 @@ column, since keys are rotated by position and not by column."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from itertools import groupby
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fppo.models.run import Bound
-from fppo.models.seams import AttentionLayer
 from fppo.models.several import Adapter, OwnRows, beside
 from fppo.rollout import banks as bank_rows
-from fppo.rollout.banks import BankLayout, Banks
+from fppo.rollout.banks import BankLayout, Banks, Moves
 from fppo.rollout.decoder import DecoderFactors, OwnSteps
-from fppo.rollout.reading import RowContext
+from fppo.rollout.prefill import RowContext
 from fppo.rollout.records import tensor_of
 from fppo.rollout.states import States
 from fppo.rollout.stepping import Advance, DecodingPolicy, LiveRows, Next, fixed_steps, plain_steps
 from fppo.runtime.graphs import Record
 from fppo_kernels.padding import sent
-
-T = TypeVar("T")
 
 
 class ServedAdapter(NamedTuple):
@@ -51,25 +51,23 @@ class DecodeSlots:
         self,
         bound: Bound,
         policy: DecodingPolicy,
-        layout: BankLayout,
-        calls: Sequence[AttentionLayer],
         limit: int | None,
         spare: int,
         recorder: Callable[[], Record] | None,
         adapters: Mapping[str, ServedAdapter],
     ) -> None:
-        self._bound, self._policy, self._layout, self._calls = bound, policy, layout, calls
+        self._bound, self._policy = bound, policy
         self._limit = limit  # of a row's tokens
         self._spare = spare  # one spare place for every so many rows
         self._recorder = recorder  # makes recorders of steps
         self._adapters = adapters  # by name, as they are now
         self._owners: list[str | None] = []  # the adapter of each row
-        self._pads: list[int] = []  # columns before each row's tokens
-        self._shifts: list[int] = []  # as `RowContext.shift`
-        self._most: list[int] = []  # tokens that each row may come to have
+        # columns before each row's tokens, `RowContext.shift`, and tokens that each row may come to have
+        self._pads, self._shifts, self._most = (np.zeros(0, dtype=np.int64) for _ in range(3))
         self._states: States | None = None
         self._column = 0  # the next column to write
-        self._banks: Banks = layout.rows(0, 0)
+        self._layout = BankLayout((), (), policy.device, ())  # until rows come
+        self._banks: Banks = ()
         self._room = (0, 0)  # rows and columns of the banks
         # the most tokens of a row, a function that makes steps for such rows, and whether they are recorded
         self._steps: tuple[int, Callable[[LiveRows], Advance], bool] | None = None
@@ -83,21 +81,29 @@ class DecodeSlots:
     @property
     def longest(self) -> int:
         """The most tokens that a row may come to have."""
-        return max(self._most, default=0)
+        return int(self._most.max(initial=0))
 
-    def join(self, contexts: Sequence[RowContext], most: Sequence[int], owners: Sequence[str | None]) -> None:
-        """Give rows the next places. `most` are the tokens that each may reach, and `owners` the adapters that they
-        use, if any."""
+    def join(self, contexts: Sequence[RowContext], max_lengths: Sequence[int], adapters: Sequence[str | None]) -> None:
+        """Give rows the next of the reserved places. `max_lengths` are the tokens that each may reach, and `adapters`
+        name those that they use, if any."""
         if not contexts:
             return
         first = len(self)
-        self._make_room(first + len(contexts), max(context.length for context in contexts), max(most))
-        for row, context in enumerate(contexts, start=first):
-            bank_rows.put_(self._banks, row, self._column, context.banks)
-            self._pads.append(self._column - context.length)
-            self._shifts.append(context.shift)
-        self._most += most
-        self._owners += owners
+        for _, each in groupby(
+            contexts, key=lambda context: id(context.banks if context.passed is None else context.passed)
+        ):
+            alike = [*each]
+            rows, passed = slice(first, first + len(alike)), alike[0].passed
+            if passed is None:
+                bank_rows.put_(self._banks, rows, self._column, alike[0].banks)
+            else:
+                spans = [(context.start, context.length) for context in alike]
+                bank_rows.put_passed_(self._layout.layers(self._banks), rows, self._column, passed, spans)
+            first = rows.stop
+        self._pads = np.append(self._pads, [self._column - context.length for context in contexts])
+        self._shifts = np.append(self._shifts, [context.shift for context in contexts])
+        self._most = np.append(self._most, max_lengths)
+        self._owners += adapters
         if self._steps is not None and self._steps[0] < self.longest:
             self._steps = self._fixed = None
         parts = [context.states.picked([0]) for context in contexts]
@@ -106,31 +112,25 @@ class DecodeSlots:
 
     def context(self, row: int) -> RowContext:
         """A copy of a row's context."""
-        pad, states = self._pads[row], self._states
+        pad, shift, states = int(self._pads[row]), int(self._shifts[row]), self._states
         assert states is not None
         banks = bank_rows.taken(self._banks, row, pad, self._column)
-        return RowContext(self._column - pad, banks, states.picked([row]), self._shifts[row])
+        return RowContext(self._layout, self._column - pad, banks, states.picked([row]), shift)
 
-    def leave(self, rows: Sequence[int]) -> list[int]:
-        """Take rows out, and move other rows to their places. Returns, by place, the number that its row had before."""
-        order = list(range(len(self)))
-        columns: Any = order, self._pads, self._shifts, self._most, self._owners
-        for row in sorted(rows, reverse=True):
-            last = len(order) - 1
-            if row < last:
-                start = self._pads[last]
-                bank_rows.move_(self._banks, last, row, start, self._column)
-                for column in columns:
-                    column[row] = column[last]
-            for column in columns:
-                column.pop()
-        if rows and self._states is not None:
-            self._states = self._states.picked(order) if order else None
+    def leave(self, rows: Sequence[int]) -> Moves:
+        """Take rows out, and move other rows to their places. Returns these moves."""
+        moves = Moves.of(len(self), rows)
+        columns = self._pads, self._shifts, self._most
+        self._pads, self._shifts, self._most = (x[moves.order] for x in columns)
+        bank_rows.move_(self._banks, moves, int(self._pads.min(initial=self._column)), self._column)
+        self._owners = [self._owners[row] for row in moves.order]
+        if self._states is not None:
+            self._states = self._states.picked(moves.order.tolist()) if len(self) else None
         self._changed()
-        return order
+        return moves
 
-    def step(self, tokens: Sequence[int]) -> Next:
-        """Run one more token of each row, and return the logits after it."""
+    def step(self, tokens: Tensor) -> Next:
+        """Run one more token of each row [R], and return the logits after it."""
         if self._column == self._room[1]:
             self._more_columns()
         if self._recorder is not None and self._room[0] > max(_FEWEST, 2 * len(self)):
@@ -138,7 +138,7 @@ class DecodeSlots:
         if self._advance is None:
             self._advance = self._made()
         rows = len(self) if self._fixed is None else self._room[0]
-        new = sent(tensor_of([*tokens, *[0] * (rows - len(tokens))], torch.int64), self._layout.device)
+        new = tokens if rows == len(tokens) else F.pad(tokens, (0, rows - len(tokens)))
         advance, column = self._advance, self._column
         self._column += 1
         decoder = self._policy.decoder
@@ -156,14 +156,11 @@ class DecodeSlots:
         if self._fixed is None or any(owner is not None for owner in self._owners):
             self._advance = self._fixed = None
             return
-        for x, own in ((self._fixed.pads, self._pads), (self._fixed.starts, self._starts())):
-            x[: len(self), 0] = sent(tensor_of(own, torch.int64), x.device)
+        for x, own in ((self._fixed.pads, self._pads), (self._fixed.starts, self._pads - self._shifts)):
+            x[: len(self)] = self._column_of(own)
 
-    def _starts(self) -> list[int]:
-        return [pad - shift for pad, shift in zip(self._pads, self._shifts, strict=True)]
-
-    def _column_of(self, values: Sequence[int]) -> Tensor:
-        return sent(tensor_of(values, torch.int64), self._layout.device)[:, None]
+    def _column_of(self, values: Any) -> Tensor:
+        return sent(torch.from_numpy(values), self._policy.device)[:, None]
 
     def renew(self) -> None:
         """Adapt the step to adapters that changed."""
@@ -176,20 +173,22 @@ class DecodeSlots:
         by_decoder = policy.decoder is not None and policy.decoder.held
         self._beside = beside(self._bound, [own for own, _ in owned]) if owned and not by_decoder else None
         if self._steps is None or record is not None or self._steps[2]:  # a new recorder has no earlier recordings
+            calls = self._layout.attention_layers
             most = 2 * self.longest if self._limit is None else min(2 * self.longest, self._limit)
             if record is None:
-                steps = self._bound(lambda _: plain_steps(policy, self._calls, most, alike=False))
+                steps = self._bound(lambda _: plain_steps(policy, calls, most))
             else:
-                steps = self._bound(lambda _: fixed_steps(policy, self._calls, most, record))
+                steps = self._bound(lambda _: fixed_steps(policy, calls, most, record))
             self._steps = most, steps, record is not None
         assert self._states is not None
         count = len(self) if record is None else rows
         banks = tuple(x[:, :count] for x in self._banks)
-        spare = [0] * (count - len(self))
-        pads = self._column_of([*self._pads, *spare])
-        starts = self._column_of([*self._starts(), *spare]) if record is not None or any(self._shifts) else pads
+        pads, shifts = (np.pad(x, (0, count - len(self))) for x in (self._pads, self._shifts))
+        starts = self._column_of(pads - shifts) if record is not None or shifts.any() else None
+        pads = self._column_of(pads)
+        starts = pads if starts is None else starts
         cache, own = self._layout.layers(banks), [steps for _, steps in owned if steps is not None]
-        bounds = min(self._pads), max(self._pads)
+        bounds = int(self._pads.min()), int(self._pads.max())
         live = LiveRows(cache, columns, pads, starts, self._states, bounds, [rows for rows, _ in owned], own)
         self._fixed = None if record is None else live
         return self._steps[1](live)
@@ -202,47 +201,54 @@ class DecodeSlots:
                 places.setdefault(name, []).append(place)
         found: list[tuple[OwnRows, OwnSteps | None]] = []
         for name, own in places.items():
-            rows, (adapter, _, factors) = sent(tensor_of(own, torch.int64), self._layout.device), self._adapters[name]
+            rows, (adapter, _, factors) = sent(tensor_of(own, torch.int64), self._policy.device), self._adapters[name]
             found.append((OwnRows(adapter, rows), None if factors is None else OwnSteps(rows, factors)))
         return found
 
-    def _make_room(self, rows: int, longest: int, most: int) -> None:
-        """Make room for `rows` rows. The longest new one has `longest` tokens, and each may reach `most`."""
+    def reserve(self, layout: BankLayout, more: int, longest: int, max_length: int) -> None:
+        """Make room for `more` rows with keys and values of this layout. The longest of them has `longest` tokens, and
+        each may reach `max_length`."""
+        self._layout, rows = layout, len(self) + more
         column = max(longest, self._column) if len(self) else longest
-        room = self._room
+        room, fewest = self._room, 1 if self._recorder is None else _FEWEST
+        columns = self.columns(column, max(max_length, self.longest))
         if not len(self):
             self._column = longest  # there is nothing yet that would be written over
+            room = room if rows <= room[0] and columns <= room[1] else (max(rows, fewest), columns)
         if rows > room[0]:
-            room = max(rows + rows // self._spare, _FEWEST), room[1]
+            room = max(rows + rows // self._spare, fewest), room[1]
         if column > room[1]:
-            room = room[0], max(room[1], self.columns(column, max(most, self.longest)))
+            room = room[0], columns
         if room != self._room or column != self._column:
             self._rebase(room, column - self._column)
 
     def _more_columns(self) -> None:
-        """Make room for another column: move rows back over the padding that they share, or widen the banks."""
+        """Make room for another column of keys and values: move rows back over the padding that all share, or widen the
+        banks that hold them."""
         rows, columns = self._room
-        shared = min(self._pads)
+        shared = int(self._pads.min())
         column = self._column - shared
         if shared < columns // 4 and columns < self.columns(columns, self.longest):
             shared, column = 0, self._column
         self._rebase((rows, max(columns if shared else 0, self.columns(column, self.longest))), -shared)
 
-    def columns(self, column: int, most: int) -> int:
+    def columns(self, column: int, max_length: int) -> int:
         """The number of columns to allocate if `column` columns are used: half as many again, but at most half more
-        than `most`, the tokens that the longest row may come to have."""
-        wanted = column + max(CHUNK, column // 2)
-        bounded = max(min(wanted, most + max(CHUNK, most // 2)), column + 1)
-        return bounded if self._recorder is None else -(-bounded // ALIGNED) * ALIGNED
+        than `max_length`, the tokens that the longest row may come to have; at most that if there are no rows yet."""
+        wanted, beyond = column + max(CHUNK, column // 2), max(CHUNK, max_length // 2) if len(self) else 0
+        return self._rounded(max(min(wanted, max_length + beyond), column + (len(self) > 0)))
+
+    def _rounded(self, columns: int) -> int:
+        return columns if self._recorder is None else -(-columns // ALIGNED) * ALIGNED
 
     def _rebase(self, room: tuple[int, int], by: int) -> None:
         """Move all rows by `by` columns, into banks of `room` rows and columns; if the banks stay the same, a recorded
         step stays valid."""
         banks = self._banks if room == self._room else self._layout.rows(*room)
         if len(self):
-            bank_rows.shift_(self._banks, banks, len(self), min(self._pads), self._column, by)
+            bank_rows.shift_(self._banks, banks, len(self), int(self._pads.min()), self._column, by)
         self._column += by
-        self._pads = [pad + by for pad in self._pads]
+        self._pads = self._pads + by
         if banks is not self._banks:
             self._banks, self._room, self._fixed = banks, room, None
         self._changed()

@@ -26,7 +26,7 @@ from fppo.models.model import Model
 from fppo.rollout import sync
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.records import check_prompts, response_limits, widened
-from fppo.rollout.sync import Bucket, CopyOrigin, How
+from fppo.rollout.sync import Bucket, CopyOrigin, DigestMethod
 from fppo.rollout.vllm.host import EngineDied
 from fppo.runtime.in_order import InOrder
 from fppo.runtime.restarts import Lost, Restarts
@@ -39,8 +39,9 @@ Generate = Callable[[Mapping[str, Tensor], Ask], Rollout]
 
 @attrs.frozen
 class PlacedEngine:
-    """An engine on the ranks of a group, by a handle of its `generate`. Parameters are handles of the group; finished
-    rows are not reported, since the listener is in another process."""
+    """An engine in the processes of a group, called from here. `engine` is the group's handle of its `generate`, a name
+    for an object that lives there; parameters are such handles too. Rows cannot be reported as they finish, since
+    `Ask`'s listener is a function of this process."""
 
     group: Group
     engine: Any  # a handle of `Engine.generate`
@@ -85,9 +86,9 @@ def _whole(here: Here, model: Model, params: Mapping[str, Tensor], bucket_bytes:
     return sync.reshard(params, model.shapes, here.mesh, bucket_bytes=bucket_bytes, layout=model.layout)
 
 
-def _taken(tensors: dict[str, Tensor], how: How) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Digest tensors that arrived, by the method `how`. Returns the tensors and their digests."""
-    return tensors, {name: sync.digest(x, how) for name, x in tensors.items()}
+def _taken(tensors: dict[str, Tensor], method: DigestMethod) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Digest tensors that arrived, by this method. Returns the tensors and their digests."""
+    return tensors, {name: sync.digest(x, method) for name, x in tensors.items()}
 
 
 @attrs.define(eq=False)
@@ -321,7 +322,7 @@ class EnginePool:
 
     def _take(self, replica: _Replica, bucket: Bucket) -> dict[str, Any] | None:
         """Handles of the tensors on the engine, which has confirmed them; None if it has died."""
-        sent = (_taken, bucket.tensors, bucket.how)
+        sent = (_taken, bucket.tensors, bucket.method)
         try:
             weights, digests = replica.group.call(*sent, stays=(0,), label="take weights", on_host=self._on_host)
         except GroupDied as error:

@@ -1,50 +1,66 @@
-"""Functions around sampling that all engines share: checks of prompts, rollouts from tokens or steps, columns of
-experts."""
+"""Functions around sampling that all engines share: checks of prompts, and rollouts from the rows that were drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
-from fppo.batch import Column, Rollout, extend, repeat
-from fppo.data.stops import StopTexts
-from fppo.rollout.engine import Ask, OnFinished, Sampling
+from fppo.batch import Column, Prompts, Rollout, extend, repeat
+from fppo.rollout.engine import Ask, Sampling
 from fppo.tree import replace
 
 R = TypeVar("R", bound=Rollout)
-_SCORED = 4096  # tokens whose log-probs are computed together, and for which hidden states are kept
 
 
-class Fed(NamedTuple):
-    """Experts of tokens that the model processed, with the tokens' rows and columns in the rollout. `rows` and
-    `columns` are broadcast to a common shape. Columns count from the first response token, so that prompts have
-    negative ones."""
+class ResponseRow(Protocol):
+    """A row that an engine drew, on the host: a `Response`, or a `FinishedRequest`."""
 
-    rows: Tensor  # [*M]
-    columns: Tensor  # [*M]
-    experts: Tensor  # [*M, L, k]
+    @property
+    def tokens(self) -> Tensor: ...  # int64 [T], up to and including the stop token
+
+    @property
+    def log_probs(self) -> Tensor: ...  # [T]
+
+    @property
+    def sampling_log_probs(self) -> Tensor: ...  # [T]
+
+    @property
+    def end(self) -> str: ...  # "stop" or "length"
+
+    @property
+    def versions(self) -> Tensor | None: ...  # int32 [T], of the policies that drew them
+
+    @property
+    def experts(self) -> Tensor | None: ...  # [M, L, k] of the row's first M tokens, prompts among them
 
 
-def experts_of_prompts(experts: Tensor, index: Tensor, rows: Tensor, width: int) -> Fed:
-    """Place the experts [N, L, k] of packed prompts in the rollout. Packed token i stands at index[i] of the padded
-    prompts [P, width], flattened; experts beyond `index` [M] are padding's. `rows` [P, n] are each prompt's draws."""
-    columns = (index % width - width)[:, None]
-    return Fed(rows[index // width], columns, experts[: len(index), None])
+class Response(NamedTuple):
+    """A response to a prompt, as `ResponseRow` says."""
 
+    tokens: Tensor
+    log_probs: Tensor
+    sampling_log_probs: Tensor
+    end: str
+    versions: Tensor | None = None
+    experts: Tensor | None = None
 
-def experts_column(fed: Sequence[Fed], rows: int, prompt: int, response: int) -> Tensor:
-    """Lay experts out as a rollout's column [B, P + T, L, k]: B is `rows`, and P and T are the `prompt` and `response`
-    positions."""
-    first = fed[0].experts
-    whole = first.new_zeros(rows, prompt + response, *first.shape[-2:])
-    for part in fed:
-        whole[part.rows, part.columns + prompt] = part.experts
-    return whole
+    @staticmethod
+    def of(tokens: Tensor, log_probs: Tensor, sampling_log_probs: Tensor, sampling: Sampling) -> Response:
+        """The response among tokens [T] that were drawn: up to the first stop token or text."""
+        ids, texts = tokens.tolist(), sampling.stop_texts
+        stops = [place + 1 for place, token in enumerate(ids) if token in sampling.stop_token_ids]
+        end = None if texts is None else texts.end(ids)
+        counts = [len(ids), *stops[:1]] if end is None else [len(ids), *stops[:1], end[0]]
+        count = min(counts)
+        stopped = sampling.stopped(ids[:count])
+        drawn, own, others = (x[:count] for x in (tokens, log_probs, sampling_log_probs))
+        return Response(drawn, own, others, "stop" if stopped else "length")
 
 
 def completed_experts(routed: Tensor, mask: Tensor) -> Tensor:
@@ -97,40 +113,72 @@ def number_rows(ask: Ask, device: torch.device) -> Tensor:
     return (ask.prompts.row_ids.to(device)[:, None] * n + torch.arange(n, device=device)).flatten()
 
 
+def padded(columns: Sequence[Tensor]) -> Tensor:
+    """One tensor [B, T, *] of values [t, *] of each row, followed by zeros."""
+    return pad_sequence([*columns], batch_first=True)
+
+
 def rollout_of(
-    ask: Ask,
-    tokens: Tensor,
-    drawn: Tensor,
-    log_probs: Tensor,
-    sampling_log_probs: Tensor,
-    *,
-    row_ids: Tensor,
-    pad_token_id: int,
-    routed: Tensor | None = None,
+    ask: Ask, rows: Sequence[ResponseRow], *, pad_token_id: int, device: torch.device, versions: bool = False
 ) -> Rollout:
-    """Make a rollout of responses `tokens` [B, T] at the positions `drawn` (bool [B, T]), up to and including the stop
-    token; `routed` [B, S, L, k] are the experts of all tokens that the engine ran."""
-    stops = drawn & torch.isin(tokens, tokens.new_tensor(ask.sampling.stop_token_ids))
-    if ask.sampling.stop_texts is not None:
-        stops |= _text_stops(tokens, drawn, ask.sampling.stop_texts)
-    mask = drawn & (stops.cumsum(1) - stops.long() == 0)
-    rows = repeat(ask.prompts, ask.sampling.n)
-    device = tokens.device
-    whole = torch.cat([rows.attention_mask.to(device).bool(), mask], 1)
+    """The rollout of all responses to `ask`, in their order, on the device. T is the length of the longest one; others
+    are followed by `pad_token_id`, with False in the masks and zero in other columns. With `versions` it has
+    `token_versions`."""
+    prompts, numbers = repeat(ask.prompts, ask.sampling.n), number_rows(ask, device)
+    lengths = tensor_of([len(row.tokens) for row in rows], torch.int64)
+    columns = {
+        "tokens": padded([row.tokens for row in rows]),
+        "present": torch.arange(int(lengths.max())) < lengths[:, None],
+        "rollout_log_probs": padded([row.log_probs for row in rows]),
+        "sampling_log_probs": padded([row.sampling_log_probs for row in rows]),
+    }
+    if versions:
+        columns["token_versions"] = padded([row.versions for row in rows if row.versions is not None])
+    rollout = rollout_of_columns(
+        prompts,
+        {name: x.to(device) for name, x in columns.items()},
+        pad_token_id=pad_token_id,
+        row_ids=numbers,
+        versions=torch.full_like(numbers, ask.version),
+        finish=[row.end for row in rows],
+    )
+    routed = [row.experts for row in rows if row.experts is not None]
+    return replace(rollout, routed=_routed(routed, rollout.attention_mask)) if routed else rollout
+
+
+def rollout_of_columns(
+    prompts: Prompts,
+    columns: Mapping[str, Tensor],
+    *,
+    pad_token_id: int,
+    row_ids: Tensor,
+    versions: Tensor,
+    finish: Sequence[str],
+) -> Rollout:
+    """The rollout of B `prompts`, whose row ids become `groups`, and the columns [B, T] of their responses, on the
+    device of `row_ids`. "present" marks tokens; with "turn_ids", the policy drew those of a turn alone (>= 0)."""
+    more, to = dict(columns), row_ids.device
+    present, tokens = more.pop("present"), more.pop("tokens")
     return extend(
         Rollout,
-        rows,
-        tokens=torch.cat([rows.tokens.to(device), tokens.where(mask, pad_token_id)], 1),
-        attention_mask=whole,
-        response_mask=mask,
-        rollout_log_probs=log_probs.where(mask, 0.0),
-        sampling_log_probs=sampling_log_probs.where(mask, 0.0),
+        prompts,
+        tokens=torch.cat([prompts.tokens.to(to), tokens.where(present, pad_token_id)], 1),
+        attention_mask=torch.cat([prompts.attention_mask.to(to).bool(), present], 1),
+        response_mask=more["turn_ids"] >= 0 if "turn_ids" in more else present,
         row_ids=row_ids,
-        groups=rows.row_ids.to(device),
-        versions=torch.full_like(row_ids, ask.version),
-        finish=Column("stop" if ended else "length" for ended in (stops & mask).any(1).tolist()),
-        routed=None if routed is None else completed_experts(routed, whole),
+        groups=prompts.row_ids.to(to),
+        versions=versions,
+        finish=Column(finish),
+        **more,
     )
+
+
+def _routed(experts: Sequence[Tensor], mask: Tensor) -> Tensor:
+    """The experts [B, S, L, k] of all rows' first tokens, at the places of the attention mask [B, S]."""
+    whole = experts[0].new_zeros(*mask.shape, *experts[0].shape[1:], device=mask.device)
+    ran = tensor_of([len(own) for own in experts], torch.int64).to(mask.device)
+    whole[mask & (mask.cumsum(1) <= ran[:, None])] = torch.cat([*experts]).to(mask.device)
+    return completed_experts(whole, mask)
 
 
 def widened(record: R, prompt: int, response: int, pad_token_id: int) -> R:
@@ -140,120 +188,15 @@ def widened(record: R, prompt: int, response: int, pad_token_id: int) -> R:
     per_token = ["response_mask", "rollout_log_probs", "sampling_log_probs"]
     others = ("token_versions", "turn_rewards", "teacher_log_probs")  # the last of scored rows alone
     per_token += [name for name in others if getattr(record, name, None) is not None]
+    padded = {name: F.pad(getattr(record, name), (0, right)) for name in per_token}
+    steps = getattr(record, "process_rewards", None)  # of scored rows, too
+    if steps is not None:
+        padded["process_rewards"] = F.pad(steps, (0, right), value=torch.nan)
     return replace(
         record,
         tokens=F.pad(record.tokens, (left, right), value=pad_token_id),
         attention_mask=F.pad(record.attention_mask, (left, right)),
         routed=None if record.routed is None else F.pad(record.routed, (0, 0, 0, 0, left, right)),
         turn_ids=None if record.turn_ids is None else F.pad(record.turn_ids, (0, right), value=-1),
-        **{name: F.pad(getattr(record, name), (0, right)) for name in per_token},
-    )
-
-
-def _text_stops(tokens: Tensor, drawn: Tensor, texts: StopTexts) -> Tensor:
-    """Find each row's first token that completes one of the texts: bool [B, T]."""
-    counts = drawn.sum(1).tolist()
-    ends = [texts.end(row[:count]) for row, count in zip(tokens.tolist(), counts, strict=True)]
-    places = torch.tensor([-1 if end is None else end[0] - 1 for end in ends], device=tokens.device)
-    return torch.arange(tokens.shape[1], device=tokens.device) == places[:, None]
-
-
-class DrawnStep(NamedTuple):
-    """One token of each live row: row rows[i] of the rollout got tokens[i] at the same position."""
-
-    rows: Tensor
-    position: int
-    tokens: Tensor
-    log_probs: Tensor
-    sampling_log_probs: Tensor
-
-
-class Steps:
-    """The steps of a wave, in order. With `score(hidden, tokens)` log-probs are computed for many tokens at once, from
-    the hidden states [R, H] before them."""
-
-    def __init__(self, score: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
-        self._score = score
-        self._done: list[DrawnStep] = []
-        self._open: list[tuple[DrawnStep, Tensor]] = []
-
-    def add(self, step: DrawnStep, hidden: Tensor | None) -> None:
-        """Append a step, with the hidden states [R, H] before its tokens if they are to be scored."""
-        if self._score is None:
-            self._done.append(step)
-            return
-        assert hidden is not None
-        self._open.append((step, hidden))
-        if sum(len(step.rows) for step, _ in self._open) >= _SCORED:
-            self._close()
-
-    def taken(self) -> list[DrawnStep]:
-        """All steps so far."""
-        self._close()
-        return self._done
-
-    def _close(self) -> None:
-        if self._score is None or not self._open:
-            return
-        steps, hidden = zip(*self._open, strict=True)
-        log_probs = self._score(torch.cat(hidden), torch.cat([step.tokens for step in steps]))
-        parts = log_probs.split([len(step.rows) for step in steps])
-        self._done += [step._replace(log_probs=part) for step, part in zip(steps, parts, strict=True)]
-        self._open = []
-
-
-class FinishedRows:
-    """A listener to the steps of all waves, which calls `on_finished` for each row that finishes. `limits` are the
-    maximal lengths of each prompt's responses."""
-
-    def __init__(self, on_finished: OnFinished, limits: Sequence[int], sampling: Sampling) -> None:
-        self._on_finished = on_finished
-        self._limits = [limit for limit in limits for _ in range(sampling.n)]
-        self._open: dict[int, list[int]] = {row: [] for row in range(len(self._limits))}
-
-    def __call__(self, step: DrawnStep, stops: Tensor) -> None:
-        """Process a step; `stops` says which of its tokens stop their rows. Finished rows that are still among the live
-        ones are skipped."""
-        for row, token, stopped in zip(step.rows.tolist(), step.tokens.tolist(), stops.tolist(), strict=True):
-            response = self._open.get(row)
-            if response is None:
-                continue
-            response.append(token)
-            if stopped or len(response) == self._limits[row]:
-                del self._open[row]
-                self._on_finished(row, response, "stop" if stopped else "length")
-
-
-def assemble(
-    steps: Sequence[DrawnStep],
-    fed: Sequence[Fed],
-    ask: Ask,
-    row_ids: Tensor,
-    *,
-    limits: Sequence[int],
-    pad_token_id: int,
-) -> Rollout:
-    """Assemble the rollout of all steps of all waves, with the experts of the tokens that the model processed."""
-    batch, length = len(row_ids), 1 + max(step.position for step in steps)
-    place = torch.cat([step.rows * length + step.position for step in steps])
-
-    def lay_out(columns: Sequence[Tensor], fill: float) -> Tensor:
-        x = torch.cat(list(columns))
-        return x.new_full((batch * length,), fill).index_copy(0, place, x).view(batch, length)
-
-    tokens = lay_out([step.tokens for step in steps], pad_token_id)
-    log_probs = lay_out([step.log_probs for step in steps], 0.0)
-    sampling_log_probs = lay_out([step.sampling_log_probs for step in steps], 0.0)
-    most = torch.tensor(limits, device=place.device).repeat_interleave(ask.sampling.n)
-    drawn = lay_out([step.position < most[step.rows] for step in steps], False)
-    routed = experts_column(fed, batch, ask.prompts.tokens.shape[1], length) if fed else None
-    return rollout_of(
-        ask,
-        tokens,
-        drawn,
-        log_probs,
-        sampling_log_probs,
-        row_ids=row_ids,
-        pad_token_id=pad_token_id,
-        routed=routed,
+        **padded,
     )

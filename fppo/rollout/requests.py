@@ -132,20 +132,22 @@ class StepResult(NamedTuple):
 
 
 class Requests(Protocol):
-    """An engine that is open for requests; one thread calls it.
-
-    `together` names the mesh axes whose ranks must make the same calls in the same order. `limit` is the most tokens of
-    a row, or None.
-    """
+    """An engine that is open for requests; one thread calls it."""
 
     @property
-    def together(self) -> tuple[str, ...]: ...
+    def together(self) -> tuple[str, ...]:
+        """The mesh axes whose ranks must make the same calls in the same order."""
+        ...
 
     @property
-    def limit(self) -> int | None: ...
+    def limit(self) -> int | None:
+        """The most tokens of a row, or None."""
+        ...
 
     @property
-    def counts(self) -> RequestCounts: ...
+    def counts(self) -> RequestCounts:
+        """The numbers of requests that wait, that draw, and that are kept."""
+        ...
 
     def add(self, requests: Sequence[Request]) -> None:
         """Add requests, all of them or none. Equal prompts with the same `inputs` in one call are prefilled once, as
@@ -157,8 +159,12 @@ class Requests(Protocol):
         """
         ...
 
-    def step(self) -> StepResult:
-        """Draw one token, or a few, of each request that has a place; without open requests, do nothing."""
+    def step(self, most: int | None = None) -> StepResult:
+        """Draw one token, or a few, of each request that has a place; without open requests, do nothing.
+
+        With `most`, draw up to so many of each, and perhaps leave `StepResult.drawn` empty: to read the tokens of a
+        request only once it has finished takes less time.
+        """
         ...
 
     def cancel(self, names: Sequence[str]) -> None:
@@ -170,8 +176,8 @@ class Requests(Protocol):
         ...
 
     def update(self, params: Mapping[str, Tensor], version: int) -> None:
-        """Continue with newer parameters. Contexts are computed anew, so that each token's log-prob belongs to one
-        policy. Every rank of a mesh that cuts parameters must call."""
+        """Continue with newer parameters of this version, which later tokens report. Contexts are computed anew, so
+        that each token's log-prob belongs to one policy. Every rank of a mesh that cuts parameters must call."""
         ...
 
 

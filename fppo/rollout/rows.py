@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
+from typing import NamedTuple
 
 import attrs
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from fppo.batch import RowInputs
 from fppo.data.stops import StopReader
-from fppo.rollout.reading import RowContext, RowRead
-from fppo.rollout.records import check_stops, tensor_of
+from fppo.rollout.prefill import PrefillResult, RowContext
+from fppo.rollout.records import check_stops
 from fppo.rollout.requests import End, FinishedRequest, Request
 from fppo.rollout.scores import DrawnScores, PromptScores, ScoredPrompt, TopTokens
 
@@ -22,32 +23,48 @@ class SharedPrompt:
     """A prompt of several requests, prefilled once."""
 
     missing: int  # rows that have not begun to draw
-    read: RowRead | None = None  # once it is prefilled
-    asked: dict[str, ScoredPrompt] = attrs.field(factory=dict)  # by the names of those requests that score it
+    read: PrefillResult | None = None  # once it is prefilled
+    requested_scores: dict[str, ScoredPrompt] = attrs.field(factory=dict)  # by the names of requests that score it
     scores: dict[str, PromptScores] = attrs.field(factory=dict)
 
-    def taken(self, new: RowRead | None) -> RowRead:
-        """Give a row the prefilled prompt; `new` is the result, if it was prefilled just now."""
+    def begin(self, rows: Sequence[OpenRow], read: PrefillResult) -> None:
+        """Give rows that begin to draw their scores of the prefilled prompt. It is kept, in memory of its own, for rows
+        that begin later."""
         if self.read is None:
-            assert new is not None
-            self.read, self.scores = new, dict(zip(self.asked, new.scores, strict=True))
-        self.missing -= 1
-        return self.read
+            self.scores = dict(zip(self.requested_scores, read.scores, strict=True))
+            kept = len(rows) < self.missing
+            self.read = read._replace(context=read.context.apart()) if kept else None
+        self.missing -= len(rows)
+        for row in rows:
+            row.prompt_scores = self.release(row.name)
+        if not self.missing:
+            self.read = None
 
-    def left(self, name: str) -> PromptScores | None:
+    def release(self, name: str) -> PromptScores | None:
         """Remove a request that begins to draw or is cancelled, and return its scores of the prompt, if any."""
-        self.asked.pop(name, None)
+        self.requested_scores.pop(name, None)
         return self.scores.pop(name, None)
 
-    def settle(self) -> None:
-        """Keep the prefilled prompt for rows that begin later, in memory of its own, or drop it if there are none."""
-        if self.read is not None:
-            self.read = self.read._replace(context=self.read.context.apart()) if self.missing else None
+
+class PlacedTokens(NamedTuple):
+    """Consecutive tokens that a row drew while it had a place among those that decode, copied to the host, and how many
+    of its tokens went through the model there (`fed`)."""
+
+    tokens: Tensor  # int64 [T]
+    log_probs: Tensor  # [T]
+    sampling_log_probs: Tensor  # [T]
+    fed: int = 0
+    experts: Tensor | None = None  # [fed, L, k]
 
 
 @attrs.define(eq=False)
 class OpenRow:
-    """A request and its progress."""
+    """A request and its progress: what it has drawn, and how many tokens the model has read (`fed`).
+
+    `parts` are stretches of drawn tokens, one for each time that the row had a place; `versions` has the policy's
+    version of each, and `experts` what its routers chose, [fed, L, k], if that is reported. `drawn` has for each draw
+    its log-prob, the likeliest tokens and their log-probs, if the request asks for these.
+    """
 
     request: Request
     ids: list[int]  # of the whole row, with what it has drawn
@@ -55,24 +72,18 @@ class OpenRow:
     kind: int  # index of its kind of sampling
     context: RowContext | None = None  # its cached tokens, while it waits
     prompt: SharedPrompt | None = None  # until it begins to draw
-    feed: deque[int] = attrs.field(factory=deque)  # tokens to run one by one before it draws
-    pending: int = 0  # the next token to be run
+    queued_tokens: deque[int] = attrs.field(factory=deque)  # tokens to run one by one before it draws
     fed: int = 0
-    tokens: list[int] = attrs.field(factory=list)
-    log_probs: list[float] = attrs.field(factory=list)
-    sampling_log_probs: list[float] = attrs.field(factory=list)
-    versions: list[int] = attrs.field(factory=list)
+    parts: list[PlacedTokens] = attrs.field(factory=list)  # what it has drawn; what it draws in its place comes with it
+    versions: list[int] = attrs.field(factory=list)  # of the policies that drew the parts
     experts: list[Tensor] = attrs.field(factory=list)
-    uniforms: list[float] = attrs.field(factory=list)  # of the next draws
     prompt_scores: PromptScores | None = None
     drawn: list[tuple[float, list[int], list[float]]] = attrs.field(factory=list)  # scores of its draws
-    stops: frozenset[int] = attrs.field(init=False)
     reader: StopReader | None = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        sampling = self.request.sampling
-        self.stops = frozenset(sampling.stop_token_ids)
-        self.reader = None if sampling.stop_texts is None else StopReader(sampling.stop_texts)
+        texts = self.request.sampling.stop_texts
+        self.reader = None if texts is None else StopReader(texts)
 
     @property
     def name(self) -> str:
@@ -90,40 +101,45 @@ class OpenRow:
         return 0 if self.request.scores is None else self.request.scores.drawn_top
 
     @property
-    def left(self) -> int:
+    def count(self) -> int:
+        """The number of tokens in its parts."""
+        return sum(len(part.tokens) for part in self.parts)
+
+    @property
+    def tokens_left(self) -> int:
         """The number of tokens that the row may still draw."""
-        return self.request.sampling.max_tokens - len(self.tokens)
+        return self.request.sampling.max_tokens - self.count
 
     @property
-    def most(self) -> int:
+    def max_length(self) -> int:
         """The number of tokens that the row may come to have."""
-        return len(self.ids) + self.left
+        return len(self.ids) + self.tokens_left
 
     @property
-    def unread(self) -> list[int]:
+    def uncached_ids(self) -> list[int]:
         """The row's tokens after its context, which have not run yet."""
         return self.ids if self.context is None else self.ids[self.context.length :]
 
-    def take(self, token: int, log_prob: float, sampling_log_prob: float, version: int) -> End | None:
-        """Append a drawn token. Returns how the request ends with it; None if it continues."""
-        self.ids.append(token)
-        self.tokens.append(token)
-        self.log_probs.append(log_prob)
-        self.sampling_log_probs.append(sampling_log_prob)
+    def take(self, part: PlacedTokens, version: int) -> None:
+        """Append the tokens that the row drew while it had a place, by the policy of this version."""
+        self.ids += part.tokens.tolist()
+        self.parts.append(part)
         self.versions.append(version)
-        self.pending = token
-        if (self.reader is not None and self.reader.ends(0, token)) or token in self.stops:
-            return "stop"
-        return None if self.left else "length"
+        self.fed += part.fed
+        if part.experts is not None:
+            self.experts.append(part.experts)
 
     def ended(self, end: End, dtype: torch.dtype) -> FinishedRequest:
         """The request's result, with log-probs in `dtype`."""
+        nothing = torch.zeros(0, dtype=dtype)
+        drawn = [(part, version) for part, version in zip(self.parts, self.versions, strict=True) if len(part.tokens)]
+        versions = [torch.full_like(part.tokens, version, dtype=torch.int32) for part, version in drawn]
         return FinishedRequest(
             name=self.name,
-            tokens=tensor_of(self.tokens, torch.int64),
-            log_probs=tensor_of(self.log_probs, dtype),
-            sampling_log_probs=tensor_of(self.sampling_log_probs, dtype),
-            versions=tensor_of(self.versions, torch.int32),
+            tokens=_cat([part.tokens for part, _ in drawn], nothing.long()),
+            log_probs=_cat([part.log_probs for part, _ in drawn], nothing),
+            sampling_log_probs=_cat([part.sampling_log_probs for part, _ in drawn], nothing),
+            versions=_cat(versions, nothing.int()),
             end=end,
             fed=self.fed,
             experts=torch.cat(self.experts) if self.experts else None,
@@ -135,6 +151,10 @@ class OpenRow:
         log_probs, ids, top = zip(*self.drawn, strict=True) if self.drawn else ((), [[]], [[]])
         likeliest = TopTokens(torch.tensor(ids, dtype=torch.int64), torch.tensor(top, dtype=dtype))
         return DrawnScores(torch.tensor(log_probs, dtype=dtype), TopTokens(*(x[: len(log_probs)] for x in likeliest)))
+
+
+def _cat(parts: Sequence[Tensor], nothing: Tensor) -> Tensor:
+    return torch.cat([*parts]) if len(parts) > 1 else next(iter(parts), nothing)
 
 
 @attrs.frozen(eq=False)
@@ -190,17 +210,23 @@ def check_names(requests: Sequence[Request], kept: Container[str], used: Contain
 
 
 def check_tokens(
-    request: Request, before: int, *, size: int, limit: int | None, why: str = "a row of the model has at most"
+    request: Request,
+    earlier_tokens: int,
+    *,
+    size: int,
+    limit: int | None,
+    limit_text: str = "a row of the model has at most",
 ) -> None:
     """Raise ValueError for tokens outside a vocabulary of `size` tokens, and for a row that may outgrow an engine's
-    `limit`. `before` counts the row's tokens before the request; `why` is the error's text before the limit."""
+    `limit`. `earlier_tokens` counts the row's tokens before the request; `limit_text` is the error's text before the
+    limit."""
     check_stops(request.sampling, size)
     if request.ids and not 0 <= min(request.ids) <= max(request.ids) < size:
         text = f"tokens that the model's vocabulary of {size} tokens does not have"
         raise ValueError(f"request {request.name!r}: {text}")
-    given, most = before + len(request.ids), request.sampling.max_tokens
+    given, most = earlier_tokens + len(request.ids), request.sampling.max_tokens
     if limit is not None and given + most > limit:
         raise ValueError(
             f"request {request.name!r} has {given} tokens; with max_tokens = {most} its row may reach {given + most}, "
-            f"but {why} {limit}: lower max_tokens or leave long prompts out"
+            f"but {limit_text} {limit}: lower max_tokens or leave long prompts out"
         )

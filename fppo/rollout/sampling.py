@@ -1,7 +1,8 @@
-"""Drawing of tokens from logits, with temperature, top-k, top-p, and one uniform number per token."""
+"""Drawing of tokens from logits by the options of `Sampling`, with one uniform number per token."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from fppo import devices
 from fppo.rollout.engine import Sampling
 from fppo.runtime.mesh import all_reduce
 from fppo_kernels.collectives import Axis, all_gather
@@ -34,7 +36,7 @@ class Draws(NamedTuple):
 
 
 def process_logits(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Compute logits / temperature [R, V], with -inf at tokens that top-k, and then top-p, remove.
+    """Compute logits / temperature [R, V], with -inf at tokens that are never drawn.
 
     Ties with the last kept token are kept, so the order of tokens does not matter.
     """
@@ -46,16 +48,20 @@ def _scale(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _cut(scaled: Tensor, sampling: Sampling, columns: Columns) -> Tensor:
+    """Put -inf at tokens that are never drawn; `scaled` itself if there are none."""
     if sampling.top_k and sampling.top_k < columns.size:
         smallest = _likeliest(scaled, sampling.top_k, columns.axis)[:, -1:]
         scaled = scaled.masked_fill(scaled < smallest, -torch.inf)
     if sampling.top_p < 1:
         scaled = scaled.masked_fill(scaled < _smallest_of_top_p(scaled, sampling.top_p, columns), -torch.inf)
+    if sampling.min_p > 0:
+        largest = _likeliest(scaled, 1, columns.axis)
+        scaled = scaled.masked_fill(scaled < largest + math.log(sampling.min_p), -torch.inf)
     return scaled
 
 
 def _smallest_of_top_p(scaled: Tensor, top_p: float, columns: Columns) -> Tensor:
-    """The smallest value [R, 1] among each row's likeliest tokens that together hold `top_p`.
+    """The smallest of the `scaled` logits [R, 1] among each row's likeliest tokens that together hold `top_p`.
 
     Few tokens hold most of the mass, so a few are searched before all are sorted.
     """
@@ -63,7 +69,7 @@ def _smallest_of_top_p(scaled: Tensor, top_p: float, columns: Columns) -> Tensor
     count = min(_FEW, columns.size)
     while True:
         likeliest = _likeliest(scaled, count, columns.axis)
-        probs = (likeliest - norm).double().exp()
+        probs = (likeliest - norm).to(devices.widest(norm.device)).exp()
         likelier = probs.cumsum(-1) - probs  # probability mass
         kept = (likelier < top_p).sum(-1, keepdim=True).clamp_(min=1)
         if count == columns.size or not (kept == count).any():
@@ -84,20 +90,21 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """The first token of each row at which the cumulative sum of `weights` [R, V] (>= 0) exceeds uniform * total: int64
     [R].
 
-    `uniforms` is float64 [R] in [0, 1). A token of zero weight is never returned. Sums are float64, first over blocks
-    of tokens and then inside one block, so that no cumulative sum over the vocabulary is formed.
+    `uniforms` is float64 [R] in [0, 1), or float32 where a device has no more. A token of zero weight is never
+    returned. Sums are in its dtype, first over blocks of tokens and then inside one block, so that no cumulative sum
+    over the vocabulary is formed.
     """
     rows, size = weights.shape
     if size <= 2 * _BLOCK:
-        return _first_above(weights.cumsum(-1, dtype=torch.float64), uniforms[:, None])[0][:, 0]
+        return _first_above(weights.cumsum(-1, dtype=uniforms.dtype), uniforms[:, None])[0][:, 0]
     whole = size // _BLOCK * _BLOCK
     sums = weights[:, :whole].view(rows, -1, _BLOCK).sum(-1)
     if whole < size:
         sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], -1)
-    sums = sums.cumsum(-1, dtype=torch.float64)
+    sums = sums.cumsum(-1, dtype=uniforms.dtype)
     block, left = _first_part_above(sums, uniforms)
     place = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
-    inside = weights.gather(1, place.clamp(max=size - 1)).double().where(place < size, 0.0)
+    inside = weights.gather(1, place.clamp(max=size - 1)).to(left.dtype).where(place < size, 0.0)
     return (block * _BLOCK + _first_above(inside.cumsum(-1), left)[0])[:, 0].clamp_(max=size - 1)
 
 
@@ -133,9 +140,10 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling, columns: Columns 
     peak = all_reduce(scaled.amax(-1, keepdim=True), axis, dist.ReduceOp.MAX)
     weights = (scaled - peak).exp_()
     total = all_reduce(weights.sum(-1), axis)
-    cut = not sampling.greedy and (bool(sampling.top_k) or sampling.top_p < 1)
+    kept = scaled if sampling.greedy else _cut(scaled, sampling, columns)
+    cut = kept is not scaled
     if cut:
-        weights = weights.where(_cut(scaled, sampling, columns) > -torch.inf, 0.0)
+        weights = weights.where(kept > -torch.inf, 0.0)
     rank, places = _likeliest_places(scaled, axis) if sampling.greedy else _drawn_places(weights, uniforms, axis)
     chosen = (scaled.gather(1, places[:, None]) - peak)[:, 0]
     if axis.size > 1:  # float64 represents every token's index
@@ -150,7 +158,7 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling, columns: Columns 
 
 def draw_each(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
     """Draw tokens int64 [R, k] with replacement from softmax(logits / temperature) of whole `logits` [R, V], each by
-    one of `uniforms` (float64 [R, k]); a greedy sampling has the likeliest token k times. top-k and top-p are not
+    one of `uniforms` (float64 [R, k]); a greedy sampling has the likeliest token k times. Other options are not
     read."""
     if sampling.greedy:
         return logits.argmax(-1, keepdim=True).expand_as(uniforms)

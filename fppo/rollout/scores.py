@@ -1,6 +1,6 @@
 """Log-probs that a request reports beside those of its draws: of its prompt, of the likeliest tokens, of any targets.
 
-All are under softmax(logits), without temperature, top-k or top-p. Logits are computed for some positions at a time, so
+All are under softmax(logits), whatever the options of sampling. Logits are computed for some positions at a time, so
 that memory does not grow with the prompt.
 """
 
@@ -59,18 +59,20 @@ class Scores:
         """Whether any scores of the prompt are asked for, besides those of drawn tokens."""
         return bool(self.prompt or self.prompt_top or self.targets is not None or self.draws)
 
-    def check(self, what: str, length: int | None) -> None:
-        """Raise ValueError, with a text that begins with `what`, if the scores do not fit a prompt of `length` tokens,
-        or if the request has no whole prompt (None)."""
+    def check(self, prefix: str, length: int | None) -> None:
+        """Raise ValueError, with a text that begins with `prefix`, if the scores do not fit a prompt of `length`
+        tokens, or if the request has no whole prompt (None)."""
         if not self.of_prompt:
             return
         if length is None:
-            raise ValueError(f"{what}: scores of a prompt come with a whole prompt, not after another request")
+            raise ValueError(f"{prefix}: scores of a prompt come with a whole prompt, not after another request")
         if self.last is not None and not 1 <= self.last < length:
-            raise ValueError(f"{what}: scores.last = {self.last}: a prompt of {length} has 1 to {length - 1} to score")
+            raise ValueError(
+                f"{prefix}: scores.last = {self.last}: a prompt of {length} has 1 to {length - 1} to score"
+            )
         if self.targets is not None and len(self.targets) != length - 1:
             rows = len(self.targets)
-            raise ValueError(f"{what}: scores.targets has {rows} rows, and a prompt of {length} tokens {length - 1}")
+            raise ValueError(f"{prefix}: scores.targets has {rows} rows, and a prompt of {length} tokens {length - 1}")
 
     def begin(self, length: int) -> int:
         """The first position of a prompt of `length` tokens whose logits are needed; `length` if there is none."""
@@ -137,20 +139,20 @@ def top_tokens(logits: Tensor, count: int) -> TopTokens:
 
 
 def prompt_scores(
-    asked: Sequence[ScoredPrompt],
+    requests: Sequence[ScoredPrompt],
     ids: Sequence[int],
     hidden: Tensor,
     logits_of: Callable[[Tensor], Tensor],
     exact: TokenLogProbs | None = None,
 ) -> list[PromptScores]:
-    """Compute the scores of one prompt for each of the requests `asked`.
+    """Compute the scores of one prompt for each of the `requests`.
 
     `hidden` [P, H] are the states of the prompt's tokens `ids`, and `logits_of` gives whole logits [N, V] of some of
     the states. With `exact`, log-probs of given tokens are those of a training pass, bit for bit.
     """
     length, device = len(ids), hidden.device
-    sheets = [_Sheet(one, length) for one in asked]
-    begin = min((one.scores.begin(length) for one in asked), default=length)
+    sheets = [_Sheet(one, length) for one in requests]
+    begin = min((one.scores.begin(length) for one in requests), default=length)
     tokens = sent(torch.tensor([*ids]), device)
     for part in _parts(begin, length, hidden, logits_of):
         for sheet in sheets:
@@ -196,9 +198,9 @@ def _parts(begin: int, end: int, hidden: Tensor, logits_of: Callable[[Tensor], T
 class _Sheet:
     """One request's scores of a prompt, collected some positions at a time."""
 
-    def __init__(self, asked: ScoredPrompt, length: int) -> None:
-        scores = asked.scores
-        self._asked, self._length = asked, length
+    def __init__(self, request: ScoredPrompt, length: int) -> None:
+        scores = request.scores
+        self._request, self._length = request, length
         self._begin = 1 if scores.last is None else length - scores.last
         self._log_probs: list[Tensor] = []
         self._top: list[TopTokens] = []
@@ -208,7 +210,7 @@ class _Sheet:
     def fill(self, part: _Positions, tokens: Tensor, exact: TokenLogProbs | None) -> None:
         """Append the scores of the positions `part`. `tokens` [P] is the whole prompt, and `exact` that of
         `prompt_scores`."""
-        scores, own = self._asked.scores, part.behind(self._begin)
+        scores, own = self._request.scores, part.behind(self._begin)
         if scores.prompt and own.start < own.end:
             self._log_probs.append(own.log_probs(tokens[own.start : own.end, None], exact)[:, 0].cpu())
         if scores.prompt_top and own.start < own.end:
@@ -224,15 +226,15 @@ class _Sheet:
     def _drawn(self, part: _Positions) -> Tensor:
         """Draw alternatives [N, k] to the prompt's tokens: number j at a position depends on the key, the row and the
         position alone."""
-        _, sampling, key, row = self._asked
-        keys = [key.fold("alternatives", j) for j in range(self._asked.scores.draws)]
+        _, sampling, key, row = self._request
+        keys = [key.fold("alternatives", j) for j in range(self._request.scores.draws)]
         places = torch.arange(part.start, part.end).expand(len(keys), -1)
         numbers = uniforms(keys, [row] * len(keys), places).T.contiguous()
         return draw_each(part.logits, sent(numbers, part.logits.device), sampling)
 
     def result(self) -> PromptScores:
         """The scores of the whole prompt."""
-        scores, length = self._asked.scores, self._length
+        scores, length = self._request.scores, self._length
         return PromptScores(
             _filled(self._log_probs, length, torch.nan) if scores.prompt else None,
             _top_filled(self._top, length, scores.prompt_top) if scores.prompt_top else None,

@@ -10,14 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import attrs
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fppo import batch as batches
 from fppo.batch import Column, Rollout, extend, repeat
 from fppo.rollout.engine import Ask, Engine
 from fppo.rollout.generated import generated, opened
+from fppo.rollout.records import widened
 from fppo.rollout.requests import Request, RequestCounts, Requests, StepResult
 from fppo.runtime.mesh import AXES, Mesh, gather_objects, place_on, ranks_on
 from fppo.runtime.offload import Lane, to_device
@@ -81,36 +80,16 @@ class SpreadEngine:
     def _gathered(self, own: Rollout, ask: Ask, shares: list[list[int]]) -> Rollout:
         """Join the rows of all ranks, of which this rank has `own`, in the order of the rollout; `shares` are the
         prompts of each rank."""
-        device, n = own.tokens.device, ask.sampling.n
-        ranks = gather_objects([own.response_mask.shape[1], list(own.finish)], self.mesh, ALL, device)
+        n, mine = ask.sampling.n, [own.response_mask.shape[1], [*own.finish]]
+        ranks = gather_objects(mine, self.mesh, ALL, own.tokens.device)
         width = max(wide for wide, finish in ranks if finish)
+        own = widened(own, ask.prompts.tokens.shape[1], width, self.pad_token_id)
         rows = [[prompt * n + j for prompt in share for j in range(n)] for share in shares]
-
-        def column(x: Tensor, fill: int = 0) -> Tensor:
-            return collect(F.pad(x, (0, width - x.shape[1]), value=fill), rows, self.mesh, ALL)
-
-        start = ask.prompts.tokens.shape[1]
-        prompts = repeat(ask.prompts, n)
-        finish = [reason for _, reasons in ranks for reason in reasons]
+        columns = {name: x for name, x in batches.columns(own).items() if isinstance(x, Tensor)}
+        columns = {name: collect(x, rows, self.mesh, ALL) for name, x in columns.items()}
         places = [row for share in rows for row in share]
-        missing = (0, 0, 0, 0, 0, width - own.response_mask.shape[1])
-        routed = None if own.routed is None else F.pad(own.routed, missing)
-        return extend(
-            Rollout,
-            prompts,
-            tokens=torch.cat([prompts.tokens.to(device), column(own.tokens[:, start:], self.pad_token_id)], 1),
-            attention_mask=torch.cat(
-                [prompts.attention_mask.to(device).bool(), column(own.attention_mask[:, start:])], 1
-            ),
-            response_mask=column(own.response_mask),
-            rollout_log_probs=column(own.rollout_log_probs),
-            sampling_log_probs=column(own.sampling_log_probs),
-            row_ids=collect(own.row_ids, rows, self.mesh, ALL),
-            groups=prompts.row_ids.to(device),
-            versions=collect(own.versions, rows, self.mesh, ALL),
-            finish=Column(reason for _, reason in sorted(zip(places, finish, strict=True))),
-            routed=None if routed is None else collect(routed, rows, self.mesh, ALL),
-        )
+        ends = sorted(zip(places, [reason for _, reasons in ranks for reason in reasons], strict=True))
+        return extend(Rollout, repeat(ask.prompts, n), finish=Column(reason for _, reason in ends), **columns)
 
 
 def merged_shares(shares: Sequence[Sequence[int]], mesh: Mesh, axes: Sequence[str]) -> list[int]:
@@ -153,35 +132,35 @@ class FetchingRequests:
 
     @property
     def together(self) -> tuple[str, ...]:
-        """Implement `Requests.together`."""
+        """The mesh axes whose ranks must make the same calls in the same order: those of `inner`."""
         return self.inner.together
 
     @property
     def limit(self) -> int | None:
-        """Implement `Requests.limit`."""
+        """The most tokens of a row, or None: the limit of `inner`."""
         return self.inner.limit
 
     @property
     def counts(self) -> RequestCounts:
-        """Implement `Requests.counts`."""
+        """The numbers of requests of `inner` that wait, that draw, and that are kept."""
         return self.inner.counts
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Implement `Requests.add`."""
+        """Add requests to `inner`, all of them or none; see `Requests.add` for its errors."""
         self.inner.add(requests)
 
-    def step(self) -> StepResult:
-        """Implement `Requests.step`."""
-        return self.inner.step()
+    def step(self, most: int | None = None) -> StepResult:
+        """Let `inner` draw one or a few tokens of each request, or up to `most`; see `Requests.step`."""
+        return self.inner.step(most)
 
     def cancel(self, names: Sequence[str]) -> None:
-        """Implement `Requests.cancel`."""
+        """End these requests of `inner`; its next step reports them as "cancelled"."""
         self.inner.cancel(names)
 
     def release(self, names: Sequence[str]) -> None:
-        """Implement `Requests.release`."""
+        """Forget the contexts that `inner` keeps of these ended requests."""
         self.inner.release(names)
 
     def update(self, params: Mapping[str, Tensor], version: int) -> None:
-        """Implement `Requests.update`."""
+        """Copy newer parameters of this version to the device, and let `inner` continue with them."""
         self.inner.update(to_device(dict(params), self.lane), version)

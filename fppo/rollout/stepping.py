@@ -52,7 +52,7 @@ Advance = Callable[[Tensor, int], Next]
 
 
 class DecodingPolicy(NamedTuple):
-    """Inputs of a forward pass, inside `bind`."""
+    """A policy inside `bind`, as prefill and decoding use it: its layers, head, kernels and bounds."""
 
     model: Model
     skeleton: PreTrainedModel
@@ -65,6 +65,11 @@ class DecodingPolicy(NamedTuple):
     record: Record | None  # of steps, or none
     routers: tuple[Router, ...] = ()  # those whose choices are recorded
     scores: HeadLogProbs | None = None  # the training pass's log-probs, if the rollout is to have them
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its parameters."""
+        return self.head.weight.device
 
     @property
     def text(self) -> PreTrainedModel:
@@ -81,27 +86,27 @@ class DecodingPolicy(NamedTuple):
 
 
 class LiveRows(NamedTuple):
-    """The rows that are being generated, their cache of `columns` columns, and the states of their mixers."""
+    """The R rows that are being generated, the cache of their keys and values with `columns` columns, and the `states`
+    of layers that are recurrent (mixers)."""
 
     cache: caches.Layers
     columns: int
-    pads: Tensor  # int64 [R, 1], of padding before each prompt
-    starts: Tensor  # int64 [R, 1], the column of each row's position 0: after images it is not that of its first token
+    pads: Tensor  # int64 [R, 1]: the number of padding columns before each prompt
+    starts: Tensor  # int64 [R, 1]: column - starts is a position; equals `pads` but for rows with images
     states: States
     bounds: tuple[int, int] | None = None  # the least and the most padding, where the host has them
-    owned: Sequence[OwnRows] = ()  # rows that use adapters
-    own: Sequence[OwnSteps] = ()  # the same rows, for a decoder
+    owned: Sequence[OwnRows] = ()  # for each adapter, the rows that use it
+    own: Sequence[OwnSteps] = ()  # `owned` as indices and factors laid out for a decoder
 
 
 def plain_steps(
-    policy: DecodingPolicy, asked: Sequence[AttentionLayer], length: int, *, alike: bool
+    policy: DecodingPolicy, attention_layers: Sequence[AttentionLayer], length: int
 ) -> Callable[[LiveRows], Advance]:
-    """A function that makes the step for given rows, without recording; rows have at most `length` tokens.
+    """A function that makes the step for given rows, not recorded as a CUDA graph; rows have at most `length` tokens.
 
-    `asked` are the arguments of each layer's attention; `alike` says that a row's positions begin where its padding
-    ends.
+    `attention_layers` are the arguments of each layer's attention.
     """
-    next_hidden, kernel = _hidden_of(policy, asked, length), policy.kernels.decode_attention
+    next_hidden, kernel = _hidden_of(policy, attention_layers, length), policy.kernels.decode_attention
 
     def of(rows: LiveRows) -> Advance:
         first, bias = _padding(rows)
@@ -109,8 +114,7 @@ def plain_steps(
         def advance(tokens: Tensor, column: int) -> Next:
             routes = policy.routes()
             attend = RowWise(caches.decode_attention(kernel, rows.cache, column, first, bias), rows.states)
-            positions = column - (rows.starts if bias is not None or not alike else rows.starts[:1])
-            hidden = next_hidden(tokens[:, None], positions, attend, routes, rows.own)
+            hidden = next_hidden(tokens[:, None], column - rows.starts, attend, routes, rows.own)
             experts = None if routes is None else experts_of(routes.routed, policy.routers, tokens)[: len(tokens)]
             return Next(policy.logits(hidden, rows.owned), hidden, experts)
 
@@ -120,10 +124,10 @@ def plain_steps(
 
 
 def fixed_steps(
-    policy: DecodingPolicy, asked: Sequence[AttentionLayer], length: int, record: Record
+    policy: DecodingPolicy, attention_layers: Sequence[AttentionLayer], length: int, record: Record
 ) -> Callable[[LiveRows], Advance]:
     """`plain_steps` that `record` may record: a step is a function of tensors that stay in place."""
-    next_hidden, kernel = _hidden_of(policy, asked, length), policy.kernels.decode_attention
+    next_hidden, kernel = _hidden_of(policy, attention_layers, length), policy.kernels.decode_attention
 
     def of(rows: LiveRows) -> Advance:
         tokens, column = torch.zeros_like(rows.starts), rows.starts.new_zeros(1)
@@ -153,10 +157,9 @@ def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _hidden_of(
-    policy: DecodingPolicy, asked: Sequence[AttentionLayer], length: int
+    policy: DecodingPolicy, attention_layers: Sequence[AttentionLayer], length: int
 ) -> Callable[[Tensor, Tensor, Attend, Routes | None, Sequence[OwnSteps]], Tensor]:
-    """A function that returns hidden states [R, H] after one more token per row [R, 1], at positions [R, 1] or, if
-    equal, [1, 1].
+    """A function that returns hidden states [R, H] after one more token per row [R, 1], at positions [R, 1].
 
     Rows have at most `length` tokens. A decoder has no experts, and so no routes to record. Modules have the rows of
     adapters in their weights; a decoder gets them as the last argument.
@@ -167,7 +170,6 @@ def _hidden_of(
         tokens: Tensor, positions: Tensor, attend: Attend, routes: Routes | None, own: Sequence[OwnSteps]
     ) -> Tensor:
         del own
-        positions = positions.expand_as(tokens)
         if axis.size == 1:
             return models.forward(policy.text, tokens, positions, attend=attend, routes=routes)[:, 0]
         fill = 0, -len(tokens) % axis.size  # to a packed row, of which each rank has a slice between the blocks
@@ -180,7 +182,7 @@ def _hidden_of(
         return by_modules
     rotation = decoder.rotation(length)
     return lambda tokens, positions, attend, _, own: decoder.hidden(
-        tokens[:, 0], rotation.at(positions[:, 0]), attend=attend, asked=asked, own=own
+        tokens[:, 0], rotation.at(positions[:, 0]), attend=attend, attention_layers=attention_layers, own=own
     )
 
 

@@ -24,7 +24,7 @@ from fppo.runtime.parts import dtypes_of, whole_tensors
 from fppo.tree import Away
 
 Rename = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
-How = Literal["bytes", "sums"]  # the source of a digest; both sides of a sync must use the same
+DigestMethod = Literal["bytes", "sums"]  # the source of a digest; both sides of a sync must use the same
 
 
 class SyncError(RuntimeError):
@@ -32,11 +32,11 @@ class SyncError(RuntimeError):
 
 
 class Bucket(NamedTuple):
-    """Whole tensors under the engine's names, and the digest of each as sent, computed by the method `how`."""
+    """Whole tensors under the engine's names, and the digest of each as sent, computed by `method`."""
 
     tensors: dict[str, Tensor]
     digests: dict[str, str]
-    how: How
+    method: DigestMethod
 
 
 class CopyOrigin(NamedTuple):
@@ -58,7 +58,7 @@ class CopyOrigin(NamedTuple):
         return same and all(self.leaves[name]() is x for name, x in params.items())
 
 
-def digest(x: Tensor, how: How | None = None) -> str:
+def digest(x: Tensor, method: DigestMethod | None = None) -> str:
     """Digest a tensor's dtype, shape and bytes to 128 bits, in hexadecimal.
 
     "bytes" (the default on a CPU) is XXH3 of all bytes, read on the host. "sums" (the default elsewhere) computes the
@@ -67,7 +67,7 @@ def digest(x: Tensor, how: How | None = None) -> str:
     """
     what = f"{x.dtype} {tuple(x.shape)} ".encode()
     words = digests.words_of(x)
-    if (how or how_of([x])) == "bytes":
+    if (method or digest_method([x])) == "bytes":
         hasher = xxhash.xxh3_128(what)
         hasher.update(words.cpu().view(torch.uint8).numpy().data)
     else:
@@ -76,7 +76,7 @@ def digest(x: Tensor, how: How | None = None) -> str:
     return hasher.hexdigest()
 
 
-def how_of(tensors: Iterable[Tensor]) -> How:
+def digest_method(tensors: Iterable[Tensor]) -> DigestMethod:
     """The digest method for these tensors: "bytes" if all of them are on the host, else "sums"."""
     return "bytes" if all(x.device.type == "cpu" for x in tensors) else "sums"
 
@@ -95,9 +95,10 @@ def reshard(
     """Yield whole parameters in buckets, in order: all, or those in `only`. Floating-point ones are cast to `dtype`,
     except for names in `exact`.
 
-    Digests use the method of `how_of`. A bucket takes at most `bucket_bytes` of additional memory, or a single larger
-    tensor; whole parameters without a cast are not copied. On a mesh that cuts parameters (over tensor and pipeline
-    axes by the model's `layout`) buckets are gathered: every rank must consume all of them, and all get the same.
+    Digests use the method of `digest_method`. A bucket takes at most `bucket_bytes` of additional memory, or a single
+    larger tensor; whole parameters without a cast are not copied. On a mesh that cuts parameters (over tensor and
+    pipeline axes by the model's `layout`) buckets are gathered: every rank must consume all of them, and all get the
+    same.
     """
     mesh = mesh or Mesh.local()
     whole_shapes = shapes if layout is None else layout.whole
@@ -105,7 +106,7 @@ def reshard(
     wanted = set(dtypes) if only is None else set(only)
     names = [name for name in (params if layout is None else whole_shapes) if name in wanted]
     kinds = {name: sent_dtype(name, dtypes[name], dtype, exact) for name in names}
-    how = how_of(params.values())
+    how = digest_method(params.values())
     params = {name: x.detach() for name, x in params.items()}
     budget = bucket_bytes // 3 if mesh.cuts else bucket_bytes  # a gather holds its pieces, the buffer and the result
     sizes = {name: whole_shapes[name].numel() * kinds[name].itemsize for name in names}
@@ -212,8 +213,8 @@ def renamed(buckets: Iterable[Bucket], rename: Rename) -> Iterator[Bucket]:
                     raise SyncError(f"two parameters are renamed to {new}, one of them {name}")
                 seen.add(new)
                 tensors[new] = part
-                digests[new] = bucket.digests[name] if part is x else digest(part, bucket.how)
-        yield Bucket(tensors, digests, bucket.how)
+                digests[new] = bucket.digests[name] if part is x else digest(part, bucket.method)
+        yield Bucket(tensors, digests, bucket.method)
 
 
 def compare_names(expected: Iterable[str], sent: Iterable[str]) -> None:

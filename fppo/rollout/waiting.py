@@ -32,7 +32,7 @@ class WaitingRows:
         return sum(len(rows) for queues in (self._coming, self._fresh) for rows in queues.values())
 
     def add(self, row: OpenRow, *, fresh: bool) -> None:
-        """Put a row behind the others of its owner."""
+        """Put a row behind its owner's other rows, those that are `fresh` or those that come back."""
         self._queue(row, fresh=fresh).append(row)
 
     def put_back(self, rows: Sequence[OpenRow]) -> None:

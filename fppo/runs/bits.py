@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from fppo import devices
+
 THREADS = "threads"
 _VARIABLES = re.compile(
     r"(MKL|ONEDNN|DNNL|CUBLAS|CUDNN|ATEN)_\w+|(OMP|OPENBLAS|BLIS)_(DYNAMIC|THREAD_LIMIT|CORETYPE)|NVIDIA_TF32_OVERRIDE"
@@ -34,8 +36,10 @@ def ground() -> dict[str, str]:
         "float32 products": torch.get_float32_matmul_precision(),
         "deterministic algorithms": "on" if torch.are_deterministic_algorithms_enabled() else "off",
     }
-    if torch.cuda.is_available():
-        found["GPU"] = torch.cuda.get_device_name()
+    accelerator = devices.named("auto", "device")
+    if devices.is_accelerator(accelerator):
+        found["GPU"] = devices.title(accelerator)
+    if accelerator.type == "cuda":
         found["CUDA"] = f"{torch.version.cuda}, cuDNN {backends.cudnn.version()}"
         found["TF32"] = f"products {backends.cuda.matmul.allow_tf32}, cuDNN {backends.cudnn.allow_tf32}"
     return found | {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)}

@@ -18,7 +18,7 @@ from fppo.metrics import Mean, Metrics
 from fppo.pipeline.evaluate import FAILED, EvaluateRun
 from fppo.pipeline.program import RunState
 from fppo.pipeline.train import Evaluate, Evaluation
-from fppo.pipeline.truth import Beside
+from fppo.pipeline.truth import Compared
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.samples import scored_lines, truth_lines
 from fppo.runtime.mesh import Mesh, is_first
@@ -29,22 +29,22 @@ _NAME = re.compile(r"val-(?:core|aux)/(.+)/(mean@\d+|(?:best|maj)@\d+/mean)")
 
 
 def kept(
-    evaluate: EvaluateRun, place: Callable[[int], Path], tokenizer: Any, mesh: Mesh, *, truth: Path | None = None
+    evaluate: EvaluateRun, file_of: Callable[[int], Path], tokenizer: Any, mesh: Mesh, *, truth: Path | None = None
 ) -> Evaluate:
-    """Extend an evaluation to write its responses to the file `place(step)`. If exact values are known, some responses
-    are written with these to a file of the directory `truth`."""
+    """Extend an evaluation to write its responses to the file `file_of(step)`. If exact values are known, some
+    responses are written with these to a file of the directory `truth`."""
 
     def evaluation(run: RunState) -> Metrics:
         def keep(scored: Sequence[Scored]) -> None:
             if is_first(mesh):
-                write(scored, place(run.step), tokenizer=tokenizer, step=run.step)
+                write(scored, file_of(run.step), tokenizer=tokenizer, step=run.step)
 
-        def keep_beside(beside: Beside) -> None:
+        def keep_compared(compared: Compared) -> None:
             if is_first(mesh) and truth is not None:
-                lines = truth_lines(beside, tokenizer, run.step)
+                lines = truth_lines(compared, tokenizer, run.step)
                 write_lines(lines, truth / f"step_{run.step:08d}.jsonl")
 
-        return evaluate(run, keep, keep_beside)
+        return evaluate(run, keep, keep_compared)
 
     return evaluation
 
@@ -129,9 +129,9 @@ def table(report: Metrics) -> list[str]:
     return [*lines, *([f"responses without a score: {missing}"] if missing else [])]
 
 
-def _source(place: str, sources: Sequence[str]) -> str:
+def _source(name: str, sources: Sequence[str]) -> str:
     """The source of SOURCE/NAME, the longest that fits: both may have slashes."""
-    return max((source for source in sources if place.startswith(f"{source}/")), key=len, default="")
+    return max((source for source in sources if name.startswith(f"{source}/")), key=len, default="")
 
 
 def _clipped(text: str, width: int) -> str:

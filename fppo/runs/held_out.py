@@ -60,11 +60,11 @@ def held_out(metrics: Iterable[str]) -> list[HeldOut]:
     return sorted(found, key=lambda each: (rank[each.measure], not each.is_mean))
 
 
-def _split(name: str, place: str, kind: str, sources: Iterable[str]) -> HeldOut:
-    """The metric `name` of fppo's own evaluation, whose `place` is SOURCE/MEASURE. For an unknown source the measure is
-    the part after the last slash."""
-    source = max((x for x in sources if place.startswith(f"{x}/")), key=len, default=place.rpartition("/")[0])
-    return HeldOut(name, source, place[len(source) :].removeprefix("/"), kind)
+def _split(name: str, measured: str, kind: str, sources: Iterable[str]) -> HeldOut:
+    """The metric `name` of fppo's own evaluation, of which `measured` is SOURCE/MEASURE. For an unknown source the
+    measure is the part after the last slash."""
+    source = max((x for x in sources if measured.startswith(f"{x}/")), key=len, default=measured.rpartition("/")[0])
+    return HeldOut(name, source, measured[len(source) :].removeprefix("/"), kind)
 
 
 def rewards(metrics: Iterable[str]) -> list[HeldOut]:

@@ -77,11 +77,16 @@ def missing(
     With `every` only its multiples are expected; 0: no steps are.
     """
     due = [step for step in range(first, last + 1) if every and step % every == 0]
-    missing = {step for step in due if step not in present}
-    starts = sorted(step for step in missing if step - every not in missing)
-    ends = sorted(step for step in missing if step + every not in missing)
-    spans = [str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
-    return [f"{path} holds nothing of step {', '.join(spans)}"] if spans else []
+    lost = [step for step in due if step not in present]
+    return [f"{path} holds nothing of step {spans(lost, every=every)}"] if lost else []
+
+
+def spans(steps: Collection[int], *, every: int = 1) -> str:
+    """Steps as text, such as "1 to 3, 7", where steps that are `every` apart are one span; "none" without any."""
+    known = set(steps)
+    starts = sorted(step for step in known if step - every not in known)
+    ends = sorted(step for step in known if step + every not in known)
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)) or "none"
 
 
 class JsonLines:

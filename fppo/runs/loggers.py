@@ -167,6 +167,7 @@ LINES: tuple[Line, ...] = (
 # failures of a step, shown if not 0: responses without a score, skipped shares of the updates
 FAILURES: tuple[Line, ...] = (
     ("no score", ("reward/errors", "reward/timeouts", "reward/judge_unparsed"), lambda x: f"{x:.0f}"),
+    ("reward cut", ("reward/model_truncated",), lambda x: f"{x:.0f}"),
     ("tool failed", ("rollout/tool_failures",), lambda x: f"{x:.0f}"),
     ("actor skipped", ("actor/skipped",), lambda x: f"{x:.0%}"),
     ("critic skipped", ("critic/skipped",), lambda x: f"{x:.0%}"),
@@ -180,6 +181,7 @@ IMPORTANT = (  # by priority: the last are dropped first from a full line
         "reward",
         "loss",
         "no score",
+        "reward cut",
         "tool failed",
         "actor skipped",
         "critic skipped",
@@ -189,10 +191,10 @@ IMPORTANT = (  # by priority: the last are dropped first from a full line
     ),
     *("kl", "turns", "length", "clip", "tok/s", "entropy", "vf loss"),
 )
-Shown = list[tuple[str, str]]
+Pairs = list[tuple[str, str]]
 
 
-def summary(metrics: Mapping[str, float]) -> Shown:
+def summary(metrics: Mapping[str, float]) -> Pairs:
     """(label, number) pairs of a step for the console; metrics that were not logged are left out."""
     shown = []
     for label, names, write in LINES:
@@ -205,17 +207,17 @@ def summary(metrics: Mapping[str, float]) -> Shown:
     return shown
 
 
-def held_out_summary(metrics: Mapping[str, float]) -> Shown:
+def held_out_summary(metrics: Mapping[str, float]) -> Pairs:
     """(label, number) pairs of an evaluation, from `held_out.shown`, and the number of sources averaged over."""
     shown = [(printable(name, 40), f"{value:.3f}") for name, value in held_out.shown(metrics)]
     count = len(held_out.sources(metrics))
     return [*shown, ("sources", str(count))] if count > 1 else shown
 
 
-def fitting(shown: Shown, room: int, *, least: int = 0) -> Shown:
+def fitting(pairs: Pairs, room: int, *, least: int = 0) -> Pairs:
     """The pairs that fit into `room` columns, the most important first kept; numbers count as at least `least` columns
     wide. At least one pair is kept."""
-    kept = list(shown)
+    kept = list(pairs)
     ranks = {label: place for place, label in enumerate(IMPORTANT)}
     while len(kept) > 1 and sum(len(label) + max(len(number), least) + 3 for label, number in kept) > room:
         worst = max(range(len(kept)), key=lambda i: (ranks.get(kept[i][0], len(ranks)), i))

@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from fppo._errors import words_of
 from fppo.fleet import Call
@@ -56,8 +56,7 @@ class Profiles:
     def begin(self, step: int) -> None:
         """Start the profile of a step about to begin, if it is among `steps`."""
         if step in self.steps:
-            gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            self.running.append((profile(activities=[ProfilerActivity.CPU, *gpu]), _compiled()))
+            self.running.append((profile(), _compiled()))
             self.running[-1][0].start()
 
     def stop(self) -> list[tuple[profile, int]]:

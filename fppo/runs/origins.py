@@ -94,10 +94,11 @@ def _head(git: Path) -> str | None:
 
 
 def record(settings: TrainSettings, step: int) -> list[str]:
-    """Write the origin of a start that resumes from `step`, and return lines on changes since the last start. Each
-    continues the text "going on from step N".
+    """Write down the origin of a start, that is the versions, commits, user code and machine that it runs with. `step`
+    is the step that it resumes from.
 
-    Origins of starts from later steps are dropped, as in `starts.record`.
+    Returns lines on changes since the last start, to be printed after "going on from step N"; none for the first start,
+    or without changes. Removes the origins of starts from later steps, as `starts.record` does.
     """
     directory, now = Path(settings.output_dir) / files.STARTS, origin_of(settings)
     files_of = recorded(directory.parent)
@@ -175,6 +176,6 @@ def untested(versions: Mapping[str, str], required: Sequence[str]) -> list[str]:
 
 
 def untested_here() -> list[str]:
-    """The lines of `untested` for this environment."""
+    """Describe installed packages whose versions are outside fppo's requirements, one line each; see `untested`."""
     required = [line for line in metadata.requires("fppo") or () if Requirement(line).marker is None]
     return untested(_installed(), required)

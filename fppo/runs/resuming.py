@@ -14,7 +14,7 @@ from fppo.runtime import checkpoint
 from fppo.runtime.checkpoint import CheckpointError
 from fppo.settings.learning import OptimizerSettings
 from fppo.settings.train import TrainSettings
-from fppo.steps.clock import Timeline, UpdateTurn, at_step, tick
+from fppo.steps.clock import Timeline, UpdateTurn, at_step, before_update
 from fppo.steps.train_state import TrainState
 from fppo.tree import replace
 
@@ -117,17 +117,20 @@ def _schedules(s: TrainSettings, *, supervised: bool) -> Iterator[tuple[str, tup
         yield role, (section.optimizer, steps * each, each)
 
 
-def _rate(state: TrainState, section: OptimizerSettings, updates: int, each: int, step: int, steps: int) -> float:
+def _rate(
+    state: TrainState, section: OptimizerSettings, updates: int, updates_per_step: int, step: int, steps: int
+) -> float:
     """The learning rate of the first update after `step` of `steps`, as `optimizer_step` will compute it. `updates` are
-    those of the run, `each` those of a step."""
+    those of the run so far."""
     rate = rate_of(section, updates)
     if state.clock is None:
         return rate(state.step)
-    turn = UpdateTurn(Timeline(section.warmup_steps, updates), 0, each)
-    return rate(tick(at_step(state.clock, step, steps), turn)[1])
+    turn = UpdateTurn(Timeline(section.warmup(updates), updates), 0, updates_per_step)
+    return rate(before_update(at_step(state.clock, step, steps), turn)[1])
 
 
 def _course(section: OptimizerSettings, steps: int) -> str:
     if section.schedule == "constant":
         return f"constant {section.lr:g}"
-    return f"{section.schedule} from {section.lr:g} to {section.lr * section.min_lr_ratio:g} at step {steps}"
+    course = f"{section.schedule} from {section.lr:g} to {section.lr * section.min_lr_ratio:g} at step {steps}"
+    return course if section.num_cycles == 1 else f"{course} in {section.num_cycles} cycles"

@@ -76,18 +76,18 @@ class SampleFiles:
             path.unlink()
 
 
-def thinned(found: Mapping[int, Path], most_bytes: float) -> list[Path]:
+def thinned(files: Mapping[int, Path], most_bytes: float) -> list[Path]:
     """The files to remove, so that the others take at most `most_bytes` together, or only the newest is left.
 
     The newest step stays, and the multiples of the smallest power of 2 that suffices.
     """
-    *older, newest = found
-    sizes = {step: path.stat().st_size for step, path in found.items()}
+    *older, newest = files
+    sizes = {step: path.stat().st_size for step, path in files.items()}
     every = 1
     while True:
         kept = [step for step in older if step % every == 0]
         if not kept or sum(sizes[step] for step in (*kept, newest)) <= most_bytes:
-            return [found[step] for step in older if step not in kept]
+            return [files[step] for step in older if step not in kept]
         every *= 2
 
 

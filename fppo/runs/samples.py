@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,7 +13,8 @@ import pyarrow as pa
 from fppo import batch as batches
 from fppo import rewards, tree
 from fppo.batch import Experience, Rollout, RowInputs, Scored
-from fppo.pipeline.truth import Beside
+from fppo.data.pieces import decode, decode_all, pieces, pieces_of
+from fppo.pipeline.truth import Compared
 from fppo.runs.jsonl import plain
 
 # the columns of lists that an experience may have, with their types in a file; log-probs are subtracted, so float32
@@ -32,6 +32,7 @@ LISTS = {
     "token_versions": np.int32,
     "turn_ids": np.int32,
     "turn_rewards": np.float32,
+    "process_rewards": np.float32,
 }
 _HALF = float(np.finfo(np.float16).max)
 
@@ -63,7 +64,7 @@ def table_of(experience: Experience, tokenizer: Any, step: int) -> pa.Table:
     counts = present.sum(1).numpy()
     ids = np.split(experience.tokens[:, -width:][present].numpy(), np.cumsum(counts)[:-1])
     responses = [row.tolist() for row in ids]
-    texts = _decode_all(tokenizer, responses)
+    texts = decode_all(tokenizer, responses)
     columns: dict[str, Any] = {
         "step": np.full(len(responses), step, np.int32),
         "row_id": experience.row_ids.numpy(),
@@ -73,7 +74,7 @@ def table_of(experience: Experience, tokenizer: Any, step: int) -> pa.Table:
         "source": pa.array([_text(x) for x in experience.source]).dictionary_encode(),
         "finish": pa.array([_text(x) for x in experience.finish]).dictionary_encode(),
         "version": experience.versions.numpy(),
-        "prompt": pa.array(_decode_all(tokenizer, _prompts(experience))).dictionary_encode(),
+        "prompt": pa.array(decode_all(tokenizer, _prompts(experience))).dictionary_encode(),
         "response": texts,
         "ground_truth": [_text(x) for x in experience.ground_truth],
         "score": pa.array(experience.scores.numpy(), from_pandas=True),
@@ -158,20 +159,20 @@ def shown(experience: Experience, tokenizer: Any, step: int) -> list[dict[str, A
     ]
 
 
-def truth_lines(beside: Beside, tokenizer: Any, step: int) -> list[dict[str, Any]]:
+def truth_lines(compared: Compared, tokenizer: Any, step: int) -> list[dict[str, Any]]:
     """Responses as JSON objects with each token's values and advantages, estimated and exact."""
-    rollout, lines = beside.rollout, []
+    rollout, lines = compared.rollout, []
     width = rollout.response_mask.shape[1]
     for row, mask in enumerate(rollout.response_mask.cpu()):
         tokens, attended = rollout.tokens[row].cpu(), rollout.attention_mask[row].cpu()
         line = {
             "step": step,
             "id": plain(rollout.ids[row]),
-            "prompt": _decode(tokenizer, tokens[:-width][attended[:-width]].tolist()),
+            "prompt": decode(tokenizer, tokens[:-width][attended[:-width]].tolist()),
             "tokens": pieces(tokenizer, tokens[-width:][mask].tolist()),
         }
         for name in ("values", "exact_values", "advantages", "exact_advantages"):
-            line[name] = [round(x, 6) for x in getattr(beside, name)[row].cpu()[mask].tolist()]
+            line[name] = [round(x, 6) for x in getattr(compared, name)[row].cpu()[mask].tolist()]
         lines.append(line)
     return lines
 
@@ -193,45 +194,3 @@ def pictures(inputs: RowInputs) -> list[list[bytes]]:
         Image.fromarray(frame.cpu().numpy()).save(file, "PNG", optimize=True)
         files.setdefault(number, []).append(file.getvalue())
     return list(files.values())
-
-
-def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def _decode_all(tokenizer: Any, rows: Sequence[Sequence[int]]) -> list[str]:
-    return tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def pieces_of(tokenizer: Any, rows: Sequence[Sequence[int]], texts: Sequence[str]) -> list[list[str]]:
-    """The `pieces` of many rows; `texts` are the decoded rows. Each distinct token is decoded only for the first place
-    of a row, by itself, and for later places, after itself. Rows whose texts do not join from these are decoded by
-    `pieces`."""
-    distinct = sorted({token for row in rows for token in row})
-    alone = dict(zip(distinct, _decode_all(tokenizer, [[token] for token in distinct]), strict=True))
-    twice = _decode_all(tokenizer, [[token, token] for token in distinct])
-    later = {token: both[len(alone[token]) :] for token, both in zip(distinct, twice, strict=True)}
-    result = []
-    for row, text in zip(rows, texts, strict=True):
-        joined = [*(alone[token] for token in row[:1]), *(later[token] for token in row[1:])]
-        result.append(joined if "".join(joined) == text and "\ufffd" not in text else pieces(tokenizer, row))
-    return result
-
-
-def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text that each token adds; joined, they are the decoded text.
-
-    A character spelled by several tokens belongs to the last of them. A token is decoded after the tokens of the piece
-    before it, since some tokenizers drop the space before a first word.
-    """
-    pieces: list[str] = []
-    start = done = 0  # tokens [start, done) are decoded and kept as context
-    for end in range(1, len(ids) + 1):
-        before = _decode(tokenizer, ids[start:done]) if done > start else ""
-        text = _decode(tokenizer, ids[start:end])
-        if text.endswith("\ufffd") and end < len(ids):  # an unfinished character
-            pieces.append("")
-            continue
-        pieces.append(text[len(before) :])
-        start, done = done, end
-    return pieces

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from fppo import models
 from fppo.assembly.adapters import adapted_critic, base_of_role, bases_of, load_policy
-from fppo.assembly.parts import bare_model, device_of
-from fppo.assembly.texts import load_images, load_tokenizer, policy_generation
+from fppo.assembly.inputs import Inputs
+from fppo.assembly.parts import bare_model
 from fppo.key import Key
 from fppo.models import lora_files
 from fppo.models.bases import widened
@@ -24,6 +23,7 @@ from fppo.runtime import checkpoint, fsdp
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.settings.train import TrainSettings
 from fppo.steps.train_state import TrainState
+from fppo.workers.imports import import_modules
 
 Role = Literal["actor", "critic"]
 CPU = torch.device("cpu")
@@ -80,6 +80,7 @@ def export(settings: TrainSettings, target: Path, step: int, role: Role, *, merg
     Raises ValueError for the critic of a run without one, for a critic's adapter without `merge`, and for `merge`
     without an adapter.
     """
+    import_modules(settings.model.import_, settings.module_dirs)
     if role == "critic" and not settings.algorithm.uses_critic:
         raise ValueError(
             f"the run has no critic: algorithm.advantage = {settings.algorithm.advantage.name!r} trains none"
@@ -93,23 +94,16 @@ def export(settings: TrainSettings, target: Path, step: int, role: Role, *, merg
         return
     if merge:
         raise ValueError(f"the run's {role} has no adapter: leave --merge out")
-    settings = bare(settings)
-    model = bare_model(settings.model, None if role == "actor" else settings.critic)
-    whole = params(model, role, path, device=device_of(settings.device, settings.placement))
-    tokenizer = load_tokenizer(settings.model, settings.data)
-    generation = policy_generation(settings.model, settings.data, tokenizer) if role == "actor" else None
-    models.save(model, whole, target, tokenizer=_texts(settings, tokenizer), generation_config=generation)
-
-
-def _texts(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The processor of a run with images, which has the tokenizer too; else the tokenizer."""
-    images = load_images(settings.model, settings.data, tokenizer)
-    return tokenizer if images is None else images.processor
+    inputs = Inputs(settings=bare(settings))
+    model = bare_model(inputs.settings.model, None if role == "actor" else inputs.settings.critic)
+    whole = params(model, role, path, device=inputs.device)
+    generation = inputs.generation if role == "actor" else None
+    models.save(model, whole, target, tokenizer=inputs.texts, generation_config=generation)
 
 
 def _export_adapted(settings: TrainSettings, target: Path, path: Path, role: Role, *, merge: bool) -> None:
-    device = device_of(settings.device, settings.placement)
-    begun = settings.model, settings.critic, Key(settings.seed), LOCAL, device
+    inputs = Inputs(settings=settings)
+    begun = settings.model, settings.critic, Key(settings.seed), LOCAL, inputs.device
     model, _ = load_policy(*begun)
     if role == "critic":
         critic, _ = adapted_critic(*begun, model)
@@ -117,12 +111,11 @@ def _export_adapted(settings: TrainSettings, target: Path, path: Path, role: Rol
         model = critic
     own = bases_of({role: base_of_role(settings.model, role, model)}) or {}
     check_bases(own, path)
-    adapter, tokenizer = params(model, role, path, device=device), load_tokenizer(settings.model, settings.data)
+    adapter = params(model, role, path, device=inputs.device)
     if not merge and role == "critic":
         raise ValueError("the critic's adapter has a value head, which PEFT's files cannot hold: give --merge")
     if not merge:
-        texts = _texts(settings, tokenizer)
-        lora_files.save(model, adapter, target, base=own[role].source, tokenizer=texts)
+        lora_files.save(model, adapter, target, base=own[role].source, tokenizer=inputs.texts)
         return
-    generation = policy_generation(settings.model, settings.data, tokenizer) if role == "actor" else None
-    models.save(widened(model), adapter, target, tokenizer=_texts(settings, tokenizer), generation_config=generation)
+    generation = inputs.generation if role == "actor" else None
+    models.save(widened(model), adapter, target, tokenizer=inputs.texts, generation_config=generation)

@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from fppo.assembly.adapters import load_policy, policy_model
 from fppo.assembly.functions import check_own_kernels
+from fppo.assembly.inputs import Inputs
 from fppo.assembly.machine import resolved
-from fppo.assembly.parts import device_of, kernels_of
-from fppo.assembly.texts import chat_options, load_tokenizer, policy_generation, sampling_of, vocabulary_size_of
-from fppo.data import check_tokenizer
+from fppo.assembly.texts import chat_options
+from fppo.data import check_tokenizer, vocabulary_size
 from fppo.key import Key
 from fppo.models.model import Model, Params
 from fppo.pipeline.checks import Usage
@@ -25,7 +25,7 @@ from fppo.runtime.mesh import LOCAL
 from fppo.serve.texts import Texts, texts_of
 from fppo.settings.modules import kernels_named
 from fppo.settings.train import TrainSettings
-from fppo.workers.imports import search
+from fppo.workers.imports import import_modules
 
 
 @attrs.frozen(kw_only=True)
@@ -47,21 +47,16 @@ def served_policy(settings: TrainSettings, *, begins: bool) -> ServedPolicy:
     With a tokenizer that has no chat template, it answers only completions. Raises ValueError for a model that the
     embedded engine cannot run, and if anything that the settings name does not exist.
     """
-    search(settings.module_dirs)
+    import_modules(settings.model.import_, settings.module_dirs)
     settings, _ = resolved(settings, None)
-    section, key = settings.model, Key(settings.seed)
-    device = device_of(settings.device, settings.placement)
-    tokenizer = load_tokenizer(section, settings.data, pads=False)
+    inputs = Inputs(settings=settings, pads=False)
+    device, tokenizer, sampling = inputs.device, inputs.tokenizer, inputs.sampling
     own = cast(str | None, tokenizer.pad_token or tokenizer.eos_token)  # either will do: padding is masked
-    generation = policy_generation(section, settings.data, tokenizer)
-    sampling = sampling_of(settings.rollout, tokenizer, generation)
-    if begins:
-        model, params = load_policy(section, settings.critic, key, LOCAL, device)
-    else:
-        model, params = policy_model(section, settings.critic, key, LOCAL, device), None
+    begun = settings.model, settings.critic, Key(settings.seed), LOCAL, device
+    model, params = load_policy(*begun) if begins else (policy_model(*begun), None)
     check_engine(model)
     names, cache = kernels_named(settings), settings.rollout.cache_gb
-    kernels = kernels_of(names)
+    kernels = inputs.kernels
     if settings.check:
         use = {"dtype": model.compute_dtype or torch.float32, "device": device, "models": lambda: [model]}
         check_own_kernels(names, kernels, Usage(group=1, temperature=settings.rollout.temperature, **use))
@@ -76,7 +71,7 @@ def served_policy(settings: TrainSettings, *, begins: bool) -> ServedPolicy:
         probe_exact(model, kernels)
     texts = texts_of(
         tokenizer,
-        vocabulary=vocabulary_size_of(section),
+        vocabulary=vocabulary_size(inputs.config),
         chat=tokenizer.chat_template is not None,
         options=chat_options(settings.data),
     )

@@ -24,8 +24,7 @@ from fppo.assembly.supervised import SupervisedAssembly
 from fppo.fields import only
 from fppo.pipeline import replay
 from fppo.pipeline.program import RunState
-from fppo.pipeline.supervised import imitate_steps
-from fppo.pipeline.train import Evaluation, Observe, StepRecord, train, watch_steps
+from fppo.pipeline.train import Evaluation, Observe, StepRecord, Watching
 from fppo.runs import evaluations, jsonl, loggers, origins, starts
 from fppo.runs.first_step import FirstStep
 from fppo.runs.jsonl import JsonLines
@@ -39,6 +38,7 @@ from fppo.runtime.mesh import AXES, LOCAL, Mesh, is_first, place_on, ranks_on
 from fppo.runtime.watch import Watch
 from fppo.settings import files, places
 from fppo.settings.train import TrainSettings
+from fppo.steps.train_state import OPTIONAL
 
 AnyAssembly = Assembly | SupervisedAssembly
 MODEL, CONFIGS = places.MODEL, "configs"
@@ -159,7 +159,8 @@ def load(assembly: AnyAssembly, directory: Path, step: int, *, donate: bool = Fa
     run = with_saved_clocks(run, directory, step)
     if assembly.placed is not None:
         return assembly.placed.load(run, directory, step, device=device)
-    return checkpoint.load(run, directory, step, mesh=mesh, shapes=shapes, free=AHEAD, device=device, donate=donate)
+    how = {"mesh": mesh, "shapes": shapes, "free": AHEAD, "device": device, "donate": donate}
+    return checkpoint.load(run, directory, step, optional=OPTIONAL, **how)
 
 
 def _named(settings: TrainSettings) -> Path | None:
@@ -241,7 +242,13 @@ def run_training(
         if run.step < settings.steps:
             if first:
                 _check_room(directory, assembly, run)
-            run = _trained(settings, assembly, run, opened, watch)
+            observers, digested, saved = _writing(settings, assembly, run, opened, watch)
+            with stop_requests(announce=STOPPING if first else "") as asked, _left_on_errors(saved, watch):
+                watching = _watching(settings, assembly, observers, stop=lambda: bool(asked))
+                for after, _, _ in assembly.steps(run, donate=True, watching=watching):
+                    run = after
+                digested.end()
+                saved.end(run)
         elif first and run.step > settings.steps:
             print(f"steps = {settings.steps}: step {run.step} is done, and nothing is changed", file=sys.stderr)
         if run.step == settings.steps:
@@ -266,38 +273,26 @@ def _check_room(directory: Path, assembly: AnyAssembly, run: RunState) -> None:
         )
 
 
-def _trained(
-    settings: TrainSettings, assembly: AnyAssembly, run: RunState, opened: contextlib.ExitStack, watch: Watch | None
-) -> RunState:
-    """Train to the last step, or until a stop is requested; save the state and return it. Observers are closed with
-    `opened`."""
-    observers, digested, saved = _writing(settings, assembly, run, opened, watch)
-    with stop_requests(announce=STOPPING if is_first(assembly.mesh) else "") as asked:
-        try:
-            how = {"steps": settings.steps, "observers": observers, "mesh": assembly.mesh, "donate": True}
-            run = _loop_of(settings, assembly)(run, stop=lambda: bool(asked), **how)
-        except (Exception, SystemExit):
-            saved.leave(alone=watch is not None and watch.error is not None)
-            raise
-        digested.end()
-        saved.end(run)
-    return run
+@contextlib.contextmanager
+def _left_on_errors(saved: Checkpoints, watch: Watch | None) -> Iterator[None]:
+    """On an error, wait for checkpoints that are being written, unless the other ranks are gone."""
+    try:
+        yield
+    except (Exception, SystemExit):
+        saved.leave(alone=watch is not None and watch.error is not None)
+        raise
 
 
-def _loop_of(settings: TrainSettings, assembly: AnyAssembly) -> Callable[..., RunState]:
-    """The loop over the steps of a run, with its evaluations."""
-    if isinstance(assembly, SupervisedAssembly):
-        given = only(settings.eval, "every", "before")
-        evaluation = None if assembly.evaluate is None else Evaluation(assembly.evaluate, **given)
-        begin = partial(imitate_steps, imitation=assembly.imitation, mesh=assembly.mesh, donate=True)
-        return partial(watch_steps, begin=begin, evaluation=evaluation)
-    return partial(
-        train,
-        program=assembly.program,
-        draw=assembly.draw,
-        evaluation=evaluations.in_training(settings, assembly),
-        ahead=settings.rollout.ahead,
-    )
+def _watching(
+    settings: TrainSettings, assembly: AnyAssembly, observers: Sequence[Observe], stop: Callable[[], bool]
+) -> Watching:
+    """The observers, evaluations and end of a run's steps."""
+    if not isinstance(assembly, SupervisedAssembly):
+        evaluation = evaluations.in_training(settings, assembly)
+    else:
+        when = only(settings.eval, "every", "before")
+        evaluation = None if assembly.evaluate is None else Evaluation(assembly.evaluate, **when)
+    return Watching(steps=settings.steps, observers=observers, evaluation=evaluation, stop=stop)
 
 
 def _writing(
@@ -327,8 +322,8 @@ def _writing(
     kept = partial(_is_kept, settings.checkpoint.every, settings.steps)
     kind = None if assembly.placed is None else assembly.placed.kind
     line = partial(replay.record_line, mesh=mesh, shapes=shapes, device=device, kind=kind, of_state=of_state(assembly))
-    digested = Digests(directory=directory, lines=lines, every=every, kept=kept, line=line)
-    saved = Checkpoints(kept=kept, begin=begin, ranks=ranks_on(mesh, AXES))
+    digested = Digests(directory=directory, lines=lines, every=every, is_saved=kept, line=line)
+    saved = Checkpoints(is_saved=kept, begin=begin, ranks=ranks_on(mesh, AXES))
 
     profiles = Profiles(directory=directory, steps=settings.log.profile_steps, mesh=mesh)
     opened.callback(profiles.stop)
@@ -363,7 +358,7 @@ def digest_spacing(settings: TrainSettings, assembly: AnyAssembly, run: RunState
     if settings.digest.every != "auto":
         return settings.digest.every
     if isinstance(assembly, SupervisedAssembly):
-        lengths = [len(row.prompt) + len(row.response) for row in assembly.inputs.rows.rows]
+        lengths = [len(row.prompt) + len(row.response) for row in assembly.inputs.demonstrations.rows]
         tokens = settings.sft.batch_size * fmean(lengths)
     else:  # responses that are half as long as they may be
         rollout, given = settings.rollout, assembly.inputs.prompts.tokens

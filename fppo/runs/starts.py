@@ -46,7 +46,7 @@ def load(directory: Path, step: int | None = None) -> TrainSettings:
     if made_by(directory) is not None:
         problems = [problem for problem in problems if is_read(problem)]
     if problems:
-        raise files.SettingsError(problems, where=str(path))
+        raise files.SettingsError(problems, source=str(path))
     return settings
 
 

@@ -71,11 +71,25 @@ def tensorboard(run: Tracked) -> TrackerRun:
         writer.flush()
 
     def log_samples(step: int, rows: Rows) -> None:
-        head = list(rows[0])
-        writer.add_text(SAMPLES, markdown.table(head, [[row[name] for name in head] for row in rows]), step)
+        writer.add_text(SAMPLES, markdown.table(*_cells(rows)), step)
         writer.flush()
 
     return TrackerRun(log=log, log_samples=log_samples, close=writer.close)
+
+
+def _cells(rows: Rows) -> tuple[list[str], list[list[Any]]]:
+    """The names of the columns, and the cells row by row."""
+    head = list(rows[0])
+    return head, [[row[name] for name in head] for row in rows]
+
+
+def _logging(opened: Any, table: Callable[[Rows], Any]) -> TrackerRun:
+    """A run that takes numbers and tables by its method `log`; `table` makes a table of rows."""
+
+    def log(step: int, metrics: Mapping[str, Any]) -> None:
+        opened.log(dict(metrics), step=step)
+
+    return TrackerRun(log=log, log_samples=lambda step, rows: log(step, {SAMPLES: table(rows)}), close=opened.finish)
 
 
 def wandb(run: Tracked) -> TrackerRun:
@@ -96,14 +110,11 @@ def wandb(run: Tracked) -> TrackerRun:
     )
     run.note("wandb", opened.id)
 
-    def log(step: int, metrics: Mapping[str, float]) -> None:
-        opened.log(dict(metrics), step=step)
+    def table(rows: Rows) -> Any:
+        head, data = _cells(rows)
+        return package.Table(columns=head, data=data)
 
-    def log_samples(step: int, rows: Rows) -> None:
-        head = list(rows[0])
-        opened.log({SAMPLES: package.Table(columns=head, data=[[r[name] for name in head] for r in rows])}, step=step)
-
-    return TrackerRun(log=log, log_samples=log_samples, close=opened.finish)
+    return _logging(opened, table)
 
 
 def mlflow(run: Tracked) -> TrackerRun:
@@ -177,14 +188,7 @@ def trackio(run: Tracked) -> TrackerRun:
         embed=False,
     )
     run.note("trackio", opened.name)
-
-    def log(step: int, metrics: Mapping[str, float]) -> None:
-        opened.log(dict(metrics), step=step)
-
-    def log_samples(step: int, rows: Rows) -> None:
-        opened.log({SAMPLES: package.Table(dataframe=pd.DataFrame(rows))}, step=step)
-
-    return TrackerRun(log=log, log_samples=log_samples, close=opened.finish)
+    return _logging(opened, lambda rows: package.Table(dataframe=pd.DataFrame(rows)))
 
 
 def swanlab(run: Tracked) -> TrackerRun:
@@ -203,16 +207,7 @@ def swanlab(run: Tracked) -> TrackerRun:
         logdir=str(run.run_dir / "swanlog"),
     )
     run.note("swanlab", opened.id)
-
-    def log(step: int, metrics: Mapping[str, float]) -> None:
-        opened.log(dict(metrics), step=step)
-
-    def log_samples(step: int, rows: Rows) -> None:
-        head = list(rows[0])
-        table = package.echarts.Table().add(head, [[row[name] for name in head] for row in rows])
-        opened.log({SAMPLES: table}, step=step)
-
-    return TrackerRun(log=log, log_samples=log_samples, close=opened.finish)
+    return _logging(opened, lambda rows: package.echarts.Table().add(*_cells(rows)))
 
 
 def mlflow_name(name: str) -> str:

@@ -34,7 +34,7 @@ class Digests:
     directory: Path  # of the run
     lines: JsonLines | None  # on the first rank
     every: int  # 0: kept steps alone
-    kept: Callable[[int], bool]  # whether a step has a checkpoint
+    is_saved: Callable[[int], bool]  # whether a step has a checkpoint
     line: Callable[[StepRecord], dict[str, Any]]
     last: list[StepRecord] = attrs.field(factory=list)  # the newest step, if it was left out
 
@@ -43,7 +43,7 @@ class Digests:
             return {}
         self.last.clear()
         step = record.run.step
-        if not (self.kept(step) or skipped(record) or (self.every and step % self.every == 0)):
+        if not (self.is_saved(step) or skipped(record) or (self.every and step % self.every == 0)):
             self.last.append(record)
             return {}
         start = now()
@@ -75,7 +75,7 @@ class Digests:
 class Checkpoints:
     """Save the states after steps, each while the next step is computed."""
 
-    kept: Callable[[int], bool]
+    is_saved: Callable[[int], bool]
     begin: Callable[[RunState], Pending]
     ranks: int  # ranks that write a part of a checkpoint
     pending: list[Pending] = attrs.field(factory=list)
@@ -87,7 +87,7 @@ class Checkpoints:
         start = now()
         if self.pending and self.pending[-1].done():
             self.wait()  # at every step, so that a failed save is raised before the next one
-        if not self.kept(record.run.step):
+        if not self.is_saved(record.run.step):
             return {}
         with record_function("save_checkpoint"):
             self.save(record.run)

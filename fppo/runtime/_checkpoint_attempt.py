@@ -66,8 +66,7 @@ def misnamed(directory: Path) -> list[str]:
 
 
 def _entries(directory: Path) -> list[tuple[Path, int]]:
-    """The complete checkpoints with their steps, ascending. Among several of one step, the one named after it comes
-    first."""
+    """The complete checkpoints with their steps, ascending; of several of one step the one named after it first."""
     if not directory.is_dir():
         return []
     there = sorted(path for path in directory.iterdir() if NAME.fullmatch(path.name))
@@ -92,8 +91,8 @@ def make_way(path: Path) -> None:
 
 @attrs.frozen
 class Attempt:
-    """One rank's view of an attempt to write a checkpoint. `token` is None if a checkpoint of the step already
-    existed."""
+    """One rank's view of an attempt to write a checkpoint. `token` is the random part of the draft's name; None if the
+    step had a checkpoint already."""
 
     directory: Path
     step: int
@@ -156,7 +155,7 @@ class Attempt:
 
     def give_up(self, reason: str, shard: int | None) -> None:
         """Publish the `reason` for a failure, unless another rank has published one, and remove this rank's files,
-        which have the number `shard` (None: it has none)."""
+        number `shard` (None: it has none)."""
         if self.ranks == 1:
             shutil.rmtree(self.draft, ignore_errors=True)
             return
@@ -173,7 +172,8 @@ class Attempt:
         return f"is {self.directory} one directory for all nodes?"
 
     def _wait(self, look: Callable[[], T | None], complaint: Callable[[], str]) -> T:
-        """Wait for a result of `look`. Raises CheckpointError once the draft has not changed for `timeout` seconds."""
+        """Wait until `look()` returns a result, and return it. Raises CheckpointError with the text of `complaint()`
+        once the draft has not changed for `timeout` seconds."""
         clock, unchanged, pause = ProcessClock(2 * LONGEST_PAUSE), Unchanged(), 0.005
         while (seen := look()) is None:
             if unchanged.seconds(_sizes(self.draft), clock.now()) > self.timeout:
@@ -238,8 +238,7 @@ def _clear_leftovers(attempt: Attempt) -> None:
 
 
 def commit(attempt: Attempt) -> None:
-    """Rename the draft to the checkpoint's name. Raises OSError if a checkpoint has that name, so that none is
-    replaced."""
+    """Rename the draft to the checkpoint's name. Raises OSError if that name is taken, so that none is replaced."""
     sync(attempt.draft)
     attempt.draft.rename(attempt.final)
     sync(attempt.directory)

@@ -55,7 +55,14 @@ class DamagedError(CheckpointError):
 
 @attrs.frozen
 class Contents:
-    """Contents of a checkpoint over all ranks, as in its manifest; equal on all ranks."""
+    """The table of contents of a checkpoint, equal on all ranks, as its manifest has it.
+
+    plain: the values that are not tensors, by path.
+    structure: the structure of the state's field of free form; None without one.
+    leaves: the tensors, by path.
+    writers: how many ranks along each of the axes "pipeline", "expert", "tensor" and "shard" write parts of their own.
+    notes: facts about the run, by name, that are not part of the state.
+    """
 
     plain: Mapping[str, Any]
     structure: str | None
@@ -116,8 +123,8 @@ def contents(
 
 
 def joined(parts: Sequence[Contents]) -> Contents:
-    """Join the contents of the parts of a state; the last of `parts` is the remaining state. Each leaf says which files
-    hold it."""
+    """Join the contents of parts of a state; the last of `parts` is the remaining state. Leaves say which files hold
+    them."""
     return Contents(
         plain={path: x for part in parts for path, x in part.plain.items()},
         structure=parts[-1].structure,
@@ -182,7 +189,8 @@ def publish(path: Path, content: Any) -> None:
 
 
 def write_shard(directory: Path, rank: int, tensors: Mapping[str, Tensor], cuts: Mapping[str, Part]) -> None:
-    """Write and sync one rank's files. The tensors must be contiguous, on the host, and share no memory."""
+    """Write and sync one rank's files: `tensors`, the parts `cuts` of leaves. They must be contiguous, on the host, and
+    share no memory."""
     data = data_file(directory, rank)
     safetensors.torch.save_file(dict(tensors), data)
     sync(data)
@@ -229,14 +237,16 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def read(
-    directory: Path, manifest: Mapping[str, Any], wanted: Mapping[str, Part]
+    directory: Path, manifest: Mapping[str, Any], requested: Mapping[str, Part]
 ) -> Iterator[tuple[str, Part, Tensor]]:
     """Yield the stored chunks that overlap the wanted parts, one at a time, each with its digest verified.
 
     A chunk is read whole, because its digest covers all of it. Raises DamagedError that names the file or the leaf.
     """
     for rank, digest in enumerate(manifest["shards"]):
-        needed = {path: part for path in wanted if (part := _stored(manifest, path, rank, wanted[path])) is not None}
+        needed = {
+            path: part for path in requested if (part := _stored(manifest, path, rank, requested[path])) is not None
+        }
         if not needed:
             continue
         about, data = about_file(directory, rank), data_file(directory, rank)
@@ -255,7 +265,7 @@ def read(
             raise DamagedError(f"{data.name}: {error}") from error
 
 
-def _stored(manifest: Mapping[str, Any], path: str, number: int, wanted: Part) -> Part | None:
+def _stored(manifest: Mapping[str, Any], path: str, number: int, requested: Part) -> Part | None:
     """The part of the leaf at `path` that file `number` holds, if it overlaps the wanted part; else None."""
     leaf = manifest["leaves"][path]
     counts = leaf.get("writers", manifest["writers"])
@@ -273,7 +283,7 @@ def _stored(manifest: Mapping[str, Any], path: str, number: int, wanted: Part) -
     cut = None if over is None else Cut(dim, parts, tuple(segments), over)
     cutting = (0, 1) if over is None else (places[over], counts[WRITERS.index(over)])
     stored = Part(tuple(leaf["shape"]), cut, cutting, (row, leaf["ranks"]), leaf["stage"], experts)
-    return stored if stored.is_first and next(overlaps(stored, wanted), None) else None
+    return stored if stored.is_first and next(overlaps(stored, requested), None) else None
 
 
 def same(directory: Path, contents: Contents, tensors: Mapping[str, Tensor], cuts: Mapping[str, Part]) -> bool:
@@ -315,7 +325,7 @@ def on_host(tensors: Mapping[str, Tensor], copy: bool) -> dict[str, Tensor]:
 
 
 def _staged(x: Tensor, stage: Tensor) -> Tensor:
-    """Copy `x` to the host through a buffer of pinned memory [N] uint8.
+    """Copy `x` to the host through `stage`, a buffer of pinned memory [N] uint8.
 
     Pinning the whole copy would take up to twice the bytes of a state, for good: torch rounds such memory up to powers
     of two, and keeps it.

@@ -1,4 +1,5 @@
-"""Status of ranks, as JSON that they publish, and as text of error messages."""
+"""Status of ranks, as JSON that they publish and as text of error messages; `standings` are by rank, None if
+unknown."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class Standing:
 
 
 def over(line: str) -> str:
-    """The axis of a `line` of `Watch`, as text; for the line of a message with its two ranks."""
+    """Words for where a collective runs, from its `line` of a `Watch`: an axis or, for a message, also both ranks."""
     axis, _, ends = line.partition(" ")
     return f"over the axis {axis!r}" + (f" {ends}" if ends else "")
 

@@ -57,8 +57,7 @@ class Turns:
             self._count, self._owner = self._count + 1, thread
 
     def give(self) -> None:
-        """End the turn of the calling thread, so that another can begin. If it is not the calling thread's turn, do
-        nothing."""
+        """End the turn of the calling thread, so that another can begin. If it is not its turn, do nothing."""
         with self._ended:
             if self._owner == threading.get_ident():
                 self._owner = None
@@ -113,8 +112,8 @@ class Meeting:
         self.posted: dict[tuple[int, int], deque[Receipt]] = defaultdict(deque)
 
     def join(self, number: int, op: str, payload: Payload, work: Callable[[list[Payload]], None]) -> None:
-        """Block until every rank has arrived and `work(payloads)` is done; `number` is this rank's index in the group.
-        Raises Stopped if another rank failed."""
+        """Block until every rank has arrived for the collective `op` and `work(payloads)` is done; `number` is this
+        rank's index in the group. Raises Stopped if another rank failed."""
         world, turn = self.world, self.turn
         with world.lock:
             if world.error is None:
@@ -152,18 +151,17 @@ class Meeting:
         self.changed.notify_all()
 
     def send(self, source: int, target: int, x: Tensor) -> None:
-        """Leave a copy of `x` for the rank `target`, without waiting. Tensors from one rank to another arrive in
-        order."""
+        """Leave a copy of `x` for the rank `target`, without waiting. Tensors between two ranks arrive in order."""
         with self.world.lock:
             if self.posted[source, target]:
                 self.posted[source, target].popleft().fill(x)
             else:
                 self.sent[source, target].append(x.clone())
 
-    def receive(self, source: int, target: int, place: Tensor) -> Receipt:
-        """Post a receive of the next tensor from `source` to `target` into the memory of `place`, without waiting."""
+    def receive(self, source: int, target: int, buffer: Tensor) -> Receipt:
+        """Post a receive of the next tensor from `source` to `target` into the memory of `buffer`, without waiting."""
         with self.world.lock:
-            receipt = Receipt(self, source, target, place)
+            receipt = Receipt(self, source, target, buffer)
             if self.sent[source, target]:
                 receipt.fill(self.sent[source, target].popleft())
             else:
@@ -174,8 +172,8 @@ class Meeting:
 class Receipt:
     """The handle of a posted receive."""
 
-    def __init__(self, meeting: Meeting, source: int, target: int, place: Tensor) -> None:
-        self._meeting, self._source, self._rank, self._place = meeting, source, meeting.ranks[target], place
+    def __init__(self, meeting: Meeting, source: int, target: int, buffer: Tensor) -> None:
+        self._meeting, self._source, self._rank, self._place = meeting, source, meeting.ranks[target], buffer
         self._filled = self._waits = False
 
     def fill(self, x: Tensor) -> None:
@@ -237,7 +235,7 @@ def _done() -> Any:
 
 
 def _of(op: str, *tensors: Tensor) -> str:
-    """Describe a call; the description must be equal on all ranks."""
+    """Describe a call of the collective `op`; the description must be equal on all ranks."""
     return f"{op} of {', '.join(f'{x.dtype} {list(x.shape)}' for x in tensors)}"
 
 
@@ -258,8 +256,7 @@ def _pieces(x: Tensor, sizes: Sequence[int], count: int) -> list[Tensor]:
 
 
 class ThreadGroup(dist.ProcessGroup):
-    """One rank's process group for the functions of torch.distributed; its collectives run at a `Meeting` of
-    threads."""
+    """One rank's process group for torch.distributed's functions; its collectives run at a `Meeting` of threads."""
 
     def __init__(self, meeting: Meeting, number: int) -> None:
         super().__init__(number, len(meeting.ranks))  # type: ignore[call-arg]

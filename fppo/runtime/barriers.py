@@ -26,6 +26,7 @@ def wait_asleep() -> None:
 
 
 def choose_waiting(environment: MutableMapping[str, str]) -> None:
-    """Set OpenMP's variable for waiting asleep in `environment`, unless a variable of `WAITING` is set."""
+    """Set the variable in `environment` by which OpenMP's threads sleep while they wait, unless one of the variables
+    `WAITING` is set there already."""
     if not any(environment.get(name) for name in WAITING):
         environment["OMP_WAIT_POLICY"] = "PASSIVE"

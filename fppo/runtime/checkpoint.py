@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fppo import tree
+from fppo import devices, tree
 from fppo.batch import Column
 from fppo.key import Key
 from fppo.runtime import _checkpoint_attempt as attempts
@@ -178,7 +178,7 @@ def write_part(
 
 @attrs.frozen
 class _Share:
-    """One rank's share of a tree."""
+    """One rank's share of a tree: its tensors, and the part of each leaf that they are (`cuts`)."""
 
     contents: Contents  # contents over all ranks
     number: int | None  # this rank's number among those that write
@@ -194,7 +194,7 @@ class _Share:
         tensors = {name: x.detach() for name, x in leaves.items() if isinstance(x, Tensor)}
         plain = {name: plain_of(x) for name, x in leaves.items() if not isinstance(x, Tensor)}
         cuts = files.cuts_of(tensors, mesh, {path + name: shape for name, shape in shapes.items()})
-        device = next((x.device for x in tensors.values() if x.is_cuda), torch.device("cpu"))
+        device = next((x.device for x in tensors.values() if devices.is_accelerator(x.device)), torch.device("cpu"))
         contents = files.contents(tensors, cuts, plain, mesh, device)
         return _Share(contents, contents.number(mesh), tensors, cuts, device)
 
@@ -216,8 +216,7 @@ def plain_of(leaf: Any) -> Any:
 
 
 def _compare(result: Future[Path], attempt: Attempt, contents: Contents, share: _Share, mesh: Mesh) -> None:
-    """Set as `result` the path of the step's existing checkpoint if it holds this very state on all ranks, else an
-    error."""
+    """Set as `result` the path of the step's checkpoint if it holds this very state on all ranks, else an error."""
     problem = None
     try:
         if share.number is not None and not files.same(attempt.final, contents, share.tensors, share.cuts):
@@ -282,8 +281,7 @@ class _Job:
 
 
 def _written(parts: RemoteParts, attempt: Attempt) -> Sequence[Contents]:
-    """Have the ranks of the parts write into the attempt's draft; return the contents. If one fails the draft is
-    removed."""
+    """Have the ranks of the parts write into the attempt's draft; return the contents. A failure removes the draft."""
     try:
         return parts.write(attempt.draft.absolute())
     except BaseException as error:
@@ -302,6 +300,7 @@ def load(
     part: str = "",
     device: torch.device | None = None,
     donate: bool = False,
+    optional: tuple[str, ...] = (),
 ) -> T:
     """Load the tree that a mesh of any shape saved, in the structure and on the devices of `template`.
 
@@ -309,7 +308,8 @@ def load(
     over the template's own memory, once the checkpoint is known to fit. The field `free`, if `begin_save` got it too,
     has the structure that was saved; its tensors, and tensors of `template` on meta, are loaded onto `device`. With
     `part`, a path like ".actor.params", template, shapes and result are the subtree there, and nothing else is read.
-    Leaves of `template` that stand for values in other processes are returned unchanged.
+    Leaves of `template` that stand for values in other processes are returned unchanged. Numbers whose path ends in one
+    of `optional` keep the template's value if none was saved, and are left out if only the checkpoint has them.
 
     On a mesh that cuts parameters, leaves with `shapes` are this rank's parts, both in `template` and in the result,
     without leaves of other stages. Only chunks that overlap these parts are read, one after the other. No collective is
@@ -323,11 +323,12 @@ def load(
             template = tree.replace(template, **{free: _standins(free, manifest, device)})
         every = {part + name: leaf for name, leaf in tree.leaves_with_paths(template)}
         away = {name: leaf for name, leaf in every.items() if isinstance(leaf, tree.Away)}
+        away |= {name: x for name, x in every.items() if name.endswith(optional) and name not in manifest["plain"]}
         expected = {name: leaf for name, leaf in every.items() if name not in away}
         tensors = {name: leaf for name, leaf in expected.items() if isinstance(leaf, Tensor)}
         wanted = files.cuts_of(tensors, mesh, {part + name: shape for name, shape in shapes.items()})
         others = tuple(name[name.rindex("[") :] for name, extent in shapes.items() if not holds(extent, mesh))
-        if problems := _mismatches(expected, wanted, manifest, part, others, away):
+        if problems := _mismatches(expected, wanted, manifest, part, (*others, *optional), away):
             shown = "; ".join(problems[:5])
             raise CheckpointError(
                 f"{path} is of another model or other settings: {len(problems)} leaves differ: {shown}"
@@ -369,8 +370,7 @@ def _standins(field: str, manifest: Mapping[str, Any], device: torch.device | No
 
 
 def _check_structure(node: Mapping[str, Any]) -> None:
-    """Raise DamagedError for anything but tuples, dicts and fppo's records: torch would import other classes by
-    name."""
+    """Raise DamagedError for all but tuples, dicts and fppo's records: torch would import other classes by name."""
     kind, context = node["type"], str(node["context"])
     plain = kind in (None, "builtins.tuple", "builtins.dict") or kind.startswith("fppo.")
     metric = kind == "collections.namedtuple" and context.startswith("fppo.")
@@ -393,14 +393,14 @@ def _damage_explained(path: Path) -> Iterator[None]:
 
 def _mismatches(
     expected: Mapping[str, Any],
-    wanted: Mapping[str, Part],
+    requested: Mapping[str, Part],
     manifest: Mapping[str, Any],
     part: str,
     others: tuple[str, ...],
     away: Collection[str],
 ) -> list[str]:
-    """Describe how the leaves stored below the path `part` differ from `expected` and `wanted`. Names that end in
-    `others` belong to other stages; `away` are leaves, or trees of leaves, in other processes."""
+    """Describe how the leaves stored below the path `part` differ from those `expected` and the parts `requested`.
+    Names that end in `others` belong to other stages; `away` are leaves, or trees of leaves, in other processes."""
     saved = {name: leaf for kind in ("plain", "leaves") for name, leaf in manifest[kind].items()}
     elsewhere = {*away, *(name for path in away if path not in saved for name in inside(path, saved))}
     stored = {name: saved[name] for name in inside(part, saved) if name not in elsewhere}
@@ -413,7 +413,7 @@ def _mismatches(
             kind = "Tensor" if kept else type(have).__name__
             problems.append(f"{name} is a {kind}, expected a {type(want).__name__}")
         elif isinstance(want, Tensor):
-            shape, dtype = wanted[name].shape, str(want.dtype)
+            shape, dtype = requested[name].shape, str(want.dtype)
             if (shape, dtype) != (tuple(have["shape"]), have["dtype"]):
                 problems.append(f"{name} is {have['dtype']} {tuple(have['shape'])}, expected {dtype} {shape}")
     return sorted(problems)

@@ -6,10 +6,10 @@ import time
 
 
 class ProcessClock:
-    """A clock of a process's running time: a gap between two readings counts as `most` seconds at most."""
+    """A clock of a process's running time: a gap between two readings counts as `max_gap` seconds at most."""
 
-    def __init__(self, most: float) -> None:
-        self._most, self._last, self._now = most, time.monotonic(), 0.0
+    def __init__(self, max_gap: float) -> None:
+        self._most, self._last, self._now = max_gap, time.monotonic(), 0.0
 
     def now(self) -> float:
         last, self._last = self._last, time.monotonic()

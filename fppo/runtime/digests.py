@@ -55,8 +55,8 @@ def weights(device: torch.device) -> Tensor:
 
 
 def words_of(x: Tensor) -> Tensor:
-    """View the memory of `x` as integers in its order: of 32 bits, or of its elements' width if a row is not a whole
-    number of words, so that every row begins at a word."""
+    """The elements of `x`, the last dimension fastest, as one dimension of integers: of 32 bits, or of the elements'
+    width if a row `x[i]` is not a whole number of 32-bit words, so that every row begins at a word."""
     flat = x.detach().reshape(-1)
     if flat.stride(0) != 1:  # `contiguous` keeps the stride of a single element, which `view` does not take
         flat = flat.clone(memory_format=torch.contiguous_format)
@@ -82,13 +82,13 @@ def block_sums(words: Tensor, first: int = 0, device: torch.device | None = None
 
 
 def _dots(words: Tensor, factors: Tensor) -> list[Tensor]:
-    """The sums of the blocks, one block after the other, for a CPU."""
+    """The sums of the blocks of `words`, weighted by `factors`, one block after the other, for a CPU."""
     wide = factors.new_empty(min(len(words), BLOCK))
     return [wide[: len(x)].copy_(x).dot(factors[: len(x)])[None] for x in words.split(BLOCK) if len(x)]
 
 
 def _slabs(words: Tensor, factors: Tensor) -> list[Tensor]:
-    """The sums of the blocks, many blocks at once, on the weights' device."""
+    """The sums of the blocks of `words`, weighted by `factors`, many at once, on the weights' device."""
     full = len(words) // BLOCK * BLOCK
     sums = [_weighted(x.to(factors.device), factors) for x in words[:full].view(-1, BLOCK).split(SLAB)]
     tail = words[full:].to(factors.device)
@@ -130,11 +130,11 @@ def digest(
     return _united(gather_objects(own, mesh, AXES, device))
 
 
-def _united(every: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def _united(digests: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Merge the digests of ranks that may hold different leaves; a leaf that differs between its holders gets a
     combined digest."""
     together: dict[str, dict[str, str]] = {}
-    for rank, each in enumerate(every):
+    for rank, each in enumerate(digests):
         for path, x in each.items():
             together.setdefault(path, {})[str(rank)] = x
     return {
@@ -198,8 +198,8 @@ def _words_of_row(x: Tensor, shape: tuple[int, ...]) -> int:
 
 
 def _whole_rows(piece: Tensor, box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
-    """Yield a box of a leaf as whole rows, each time with the index of the first: other ranks' elements are 0, which
-    adds nothing to a sum. Rows that the box holds in part come some at a time."""
+    """Yield a box of a leaf of `shape`, held in `piece`, as whole rows, each time with the index of the first: other
+    ranks' elements are 0, which adds nothing to a sum. Rows that the box holds in part come some at a time."""
     if box.size[1:] == tuple(shape[1:]):
         yield box.start[0], piece
         return

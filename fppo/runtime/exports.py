@@ -51,7 +51,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def draft_of(directory: str | os.PathLike[str]) -> Path:
-    """This process's draft of a directory, next to it."""
+    """The path beside a directory where this process writes what is to replace it."""
     target = Path(os.path.realpath(directory))
     return target.with_name(f".{target.name}.{os.getpid()}.partial")
 

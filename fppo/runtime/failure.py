@@ -194,7 +194,7 @@ class Monitor:
             try:
                 self._publish(beat)
                 if self._store.check(["error"]):
-                    self._give_way()
+                    self._end_later()
                 now = clock.now()
                 for watch, unchanged in zip(watches, awaited, strict=True):
                     self._look_at(watch, unchanged, now)
@@ -216,7 +216,7 @@ class Monitor:
             said = too_long(waiting, self._watch.step, limit, others, self._standings(watch))
             self._fail(self._about(watch) + said)
 
-    def _give_way(self) -> None:
+    def _end_later(self) -> None:
         """End the process some time after another rank's error, unless it ends by itself."""
         claim = bytes(self._store.get("error"))
         if claim == self._mine:

@@ -72,10 +72,13 @@ def gather(
     cuts: Mapping[str, Cut] = {},
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, Tensor]:
-    """Gather whole parameters from all ranks' shards, by one collective per dtype and axis; differentiable.
+    """Gather whole parameters of these `shapes` from all ranks' shards; differentiable. Every rank that holds shards
+    must call, with the same names in the same order. Without sharding the shards are whole already.
 
-    `dtypes` are those of the transfer and the result, by default the shards' own. The backward pass is one
-    reduce-scatter per axis and dtype of summation, without parameters that take no gradient.
+    `cuts` are the parameters' cuts over mesh axes. A cut decides over which axis a parameter is sharded
+    (`Mesh.shard_axis`); a name that is not in `cuts` is not cut. `dtypes` are those of the transfer and of the result,
+    by default the shards' own. There is one collective for each dtype and axis. The backward pass sums gradients by one
+    reduce-scatter for each axis and dtype of the sums; parameters that take no gradient are left out.
     """
     names, tensors = list(shards), list(shards.values())
     kinds = [x.dtype if dtypes is None else dtypes.get(n, x.dtype) for n, x in shards.items()]
@@ -89,8 +92,8 @@ def gather(
 def begin_gather(
     shards: Sequence[Tensor], shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], axes: Sequence[Axis]
 ) -> Finish:
-    """Start to gather each shard over its axis; the returned function waits and returns the whole tensors. On an axis
-    of one rank they are cast if needed, not copied. No gradients."""
+    """Start to gather each shard over its axis, cast to its dtype (`dtypes`); the returned function waits and returns
+    the whole tensors. On an axis of one rank they are cast if needed, not copied. No gradients."""
     tensors: dict[int, Tensor] = {}
     waiting = []
     for (dtype, axis), places in _groups(dtypes, axes):
@@ -100,13 +103,12 @@ def begin_gather(
         sizes = [_width(shapes[i], axis) for i in places]
         part = _packed([shards[i].detach() for i in places], sizes, dtype)
         whole = part.new_empty(axis.size * len(part))  # gloo takes no other shape
-        work = _gather_single(whole, part, group=axis.group, async_op=True)
-        waiting.append((places, sizes, part, whole.view(axis.size, -1), work))
+        waiting.append((places, sizes, part, whole.view(axis.size, -1), _begun(_gather_single, whole, part, axis)))
 
     def finish() -> tuple[Tensor, ...]:
         while waiting:
-            places, sizes, _, whole, work = waiting.pop(0)
-            work.wait()
+            places, sizes, _, whole, wait = waiting.pop(0)
+            wait()
             for i, x in zip(places, whole.split(sizes, 1), strict=True):
                 tensors[i] = x.contiguous().view(-1, *shapes[i][1:])[: shapes[i][0]]
         every = tuple(tensors[i] for i in range(len(shards)))
@@ -114,6 +116,18 @@ def begin_gather(
         return every
 
     return finish
+
+
+def _begun(collective: Callable[..., Any], out: Tensor, x: Tensor, axis: Axis) -> Callable[[], Any]:
+    """Begin a collective of the axis from `x` into `out`, and return what waits for it; only zeros if this rank takes
+    no part in it a second time (`Calls`)."""
+    if axis.calls is not None and axis.calls.begun < axis.calls.skipped:
+        axis.calls.begun += 1
+        return out.zero_
+    work = collective(out, x, group=axis.group, async_op=True)
+    if axis.calls is not None:
+        axis.calls.begun += 1
+    return work.wait
 
 
 def _groups(dtypes: Sequence[torch.dtype], axes: Sequence[Axis]) -> list[tuple[tuple[torch.dtype, Axis], list[int]]]:
@@ -133,7 +147,7 @@ class Sums:
     def begin(
         self, grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], axes: Sequence[Axis], sharding: Sharding
     ) -> list[Tensor]:
-        """Start a reduce-scatter and return this rank's shards of the sum, valid once `finish` was called."""
+        """Start a `reduce_scatter` and return this rank's shards of the sum, valid once `finish` was called."""
         self.finish()
         shards, self._finish = begin_reduce_scatter(grads, dtypes, axes, sharding)
         if torch.is_anomaly_enabled():  # it reads the gradients right away
@@ -148,7 +162,7 @@ class Sums:
 
 
 def landing(shards: Sequence[Tensor], sums: Sums) -> list[Tensor]:
-    """Prepare shards for `gathered` with `sums`, before the forward pass: their gradients are complete once the sums
+    """Prepare shards for `gathered` with `sums`, before the forward pass: their gradients are complete when the sums
     are.
 
     Autograd runs in reverse order of recording, so that this node waits once the rest of the backward pass has run.
@@ -199,7 +213,7 @@ def begin_reduce_scatter(
         for i, slot in zip(places, whole.split(sizes, 1), strict=True):
             _fill_rows(slot, grads[i])
         part = whole.new_empty(whole.shape[1])
-        waiting.append((_reduce_scatter_single(part, whole.view(-1), group=axis.group, async_op=True), whole))
+        waiting.append((_begun(_reduce_scatter_single, part, whole.view(-1), axis), whole))
         for i, x in zip(places, part.split(sizes), strict=True):
             start, stop = bounds(len(grads[i]), axis)
             rest = grads[i].shape[1:]
@@ -210,7 +224,7 @@ def begin_reduce_scatter(
 
     def finish() -> None:
         while waiting:
-            waiting.pop(0)[0].wait()
+            waiting.pop(0)[0]()
         for target, summed in casts:
             target.copy_(summed)
         casts.clear()

@@ -28,7 +28,7 @@ _SINGLE = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?
 
 @attrs.frozen
 class GgufTensor:
-    """The header's entry of a tensor."""
+    """The header's entry of a tensor: its shape, the kind of its blocks, and where they start."""
 
     shape: tuple[int, ...]  # as torch has it: rows first
     kind: str  # of its numbers or blocks, as Q4_1
@@ -44,8 +44,7 @@ class GgufHeader:
     tensors: Mapping[str, GgufTensor]
 
     def own(self, key: str) -> Any:
-        """The value of a metadata key below the architecture's name, such as "rope.freq_base"; None if it is
-        missing."""
+        """The value of a metadata key below the architecture's name, such as "rope.freq_base"; None if missing."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
 
@@ -149,8 +148,7 @@ Entries = dict[str, tuple[tuple[int, ...], int, int]]  # shape, number of the ki
 
 
 def _read_table(opened: BinaryIO, size: int, file: Path) -> tuple[dict[str, Any], Entries, int]:
-    """Read the metadata, the entries of the tensors, and the place where the header ends, from a file of `size`
-    bytes."""
+    """Read the metadata, the entries of the tensors, and the place where the header ends, in a file of `size` bytes."""
     if opened.read(len(_MAGIC)) != _MAGIC:
         raise ValueError(f"{file} is no GGUF file: it does not begin with {_MAGIC.decode()}; {_AGAIN}")
     (version,) = _unpack(opened, "<I")
@@ -172,10 +170,10 @@ def _unpack(opened: BinaryIO, form: str) -> tuple[Any, ...]:
     return struct.unpack(form, opened.read(struct.calcsize(form)))
 
 
-def _bounded(count: int, most: int) -> int:
-    """Return a count of items of at least a byte each. Raises struct.error for more than `most` bytes can hold."""
-    if count > most:
-        raise struct.error(f"{count} of them in {most} bytes")
+def _bounded(count: int, max_count: int) -> int:
+    """Return a count of items of at least a byte each. Raises struct.error for more than `max_count`."""
+    if count > max_count:
+        raise struct.error(f"{count} of them in {max_count} bytes")
     return count
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def cache_directory(file: Path, kind: str, *made_by: str) -> Path:
-    """The directory for what is made from a file, below XDG_CACHE_HOME or ~/.cache.
+    """The directory for the `kind` of things made from a file, below XDG_CACHE_HOME or ~/.cache.
 
     Its name has a digest of the file's path, size and time of change, and of `made_by`, the versions of the code that
     makes it. Raises OSError for a file that is not there.
@@ -24,9 +24,9 @@ def cache_directory(file: Path, kind: str, *made_by: str) -> Path:
 
 
 @contextlib.contextmanager
-def alone_in(place: Path) -> Iterator[None]:
-    """A context in which no other process uses the directory `place`, made if needed: others wait for it to end."""
-    place.mkdir(parents=True, exist_ok=True)
-    with (place / "lock").open("w") as opened:
+def alone_in(directory: Path) -> Iterator[None]:
+    """A context in which no other process uses `directory`, made if needed: others wait for it to end."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX)
         yield

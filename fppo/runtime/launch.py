@@ -58,7 +58,7 @@ class Place:
 @contextlib.contextmanager
 def joined(
     sizes: Mapping[str, int],
-    place: Place,
+    process: Place,
     device: torch.device,
     *,
     timeout: float,
@@ -75,28 +75,30 @@ def joined(
     farthest apart, to the fastest; their product is the number of processes. An error in any process ends all
     (`failure.Monitor`).
     """
-    shared = next(iter(rendezvous("env://", rank=place.rank, world_size=place.world)))[0]
+    shared = next(iter(rendezvous("env://", rank=process.rank, world_size=process.world)))[0]
     store = own_keys(shared, attempt=os.environ.get(RESTARTS, "0"))
-    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+    backend = "gloo"
+    if device.type != "cpu":
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     limit = timedelta(seconds=2 * timeout)  # the monitor comes first, with a better message
     dist.init_process_group(
         backend,
         store=PrefixStore("groups", store),
-        rank=place.rank,
-        world_size=place.world,
+        rank=process.rank,
+        world_size=process.world,
         timeout=limit,
-        device_id=device if device.type == "cuda" else None,  # NCCL would guess it
+        device_id=None if device.type == "cpu" else device,  # NCCL would guess it
     )
     wide = {name: size for name, size in sizes.items() if size > 1}
     plain = Mesh(
-        _axes(wide, place.rank, limit, everyone=dist.group.WORLD),
+        _axes(wide, process.rank, limit, everyone=dist.group.WORLD),
         sharding if wide.keys() & set(SHARD_AXES) else None,
         virtual_stages=virtual_stages,
     )
     mesh, watch = watched(plain)
-    second, beside = watched(attrs.evolve(plain, axes=_axes(wide, place.rank, limit))) if twin else (None, None)
+    second, beside = watched(attrs.evolve(plain, axes=_axes(wide, process.rank, limit))) if twin else (None, None)
     limits = Limits(timeout=timeout)
-    with Monitor(PrefixStore(MONITOR, store), place.rank, place.world, watch, limits, beside):
+    with Monitor(PrefixStore(MONITOR, store), process.rank, process.world, watch, limits, beside):
         yield mesh, watch, second
         dist.barrier()  # the holder of the store leaves last
     dist.destroy_process_group()

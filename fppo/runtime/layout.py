@@ -91,7 +91,7 @@ class Cut:
 
 @attrs.frozen
 class Extent:
-    """The whole shape of a tensor, its cut over an axis, and the pipeline ranks that hold it, in order; none means
+    """The whole shape of a tensor, its cut over an axis, and the pipeline ranks that hold it, in order; () means
     all."""
 
     shape: torch.Size
@@ -124,7 +124,7 @@ class Layout:
             raise ValueError(f"no rank of the pipeline axis holds {lost[:5]}")
 
     def place(self, cut: Cut) -> tuple[int, int]:
-        """This rank on the axis of a cut, and the axis's size."""
+        """This rank's index on the axis of a cut, and the axis's size."""
         return self.expert if cut.axis == "expert" else (self.rank, self.ranks)
 
     @property
@@ -152,9 +152,9 @@ class Layout:
             shape[cut.dim] = cut.size(cut.part(*self.place(cut)))
         return torch.Size(shape)
 
-    def only(self, wanted: Callable[[str], bool]) -> Layout:
-        """The layout restricted to the parameters with `wanted(name)`."""
-        named = {name: shape for name, shape in self.whole.items() if wanted(name)}
+    def only(self, keep: Callable[[str], bool]) -> Layout:
+        """The layout restricted to the parameters for which `keep(name)` is true."""
+        named = {name: shape for name, shape in self.whole.items() if keep(name)}
         stages = {name: of for name, of in self.stages.items() if name in named}
         return attrs.evolve(self, whole=named, stages=stages)
 

@@ -102,6 +102,10 @@ class Mesh:
         """Whether any axis leaves ranks with only some of the parameters, or with parts of them."""
         return self.sharded or any(self[name].size > 1 for name in (*CUTTING_AXES, "pipeline"))
 
+    def counted(self, calls: collectives.Calls) -> Mesh:
+        """This mesh, whose shard axis counts the collectives of sharded parameters in `calls`."""
+        return attrs.evolve(self, axes={**self.axes, "shard": attrs.evolve(self["shard"], calls=calls)})
+
     @staticmethod
     def local() -> Mesh:
         """The mesh of one process."""
@@ -255,7 +259,8 @@ def _sum(values: T, mesh: Mesh, names: Iterable[str]) -> T:
 
 
 def _buckets(leaves: Sequence[Any]) -> list[list[int]]:
-    """The indices of the tensors of each collective: of one dtype and device, of `BUCKET_BYTES` or one tensor."""
+    """Group tensors for collectives: lists of indices, each of tensors of one dtype and device, which take at most
+    `BUCKET_BYTES` together, or of one larger tensor. Leaves that are no tensors are left out."""
     full: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for i, x in enumerate(leaves):
@@ -328,16 +333,6 @@ def data_metrics(metrics: Metrics, mesh: Mesh) -> Metrics:
                     value = all_reduce(value, mesh[axis], op)
                 reduced[name] = type(metric)(value)
     return reduced
-
-
-def named_device(name: str, setting: str) -> torch.device:
-    """The torch device `name`. Raises ValueError for a missing GPU, with a message that begins with `setting`."""
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"{setting}: torch sees no GPU here; give cpu")
-    device = torch.device(name)
-    if device.index is not None and device.type == "cuda" and device.index >= torch.cuda.device_count():
-        raise ValueError(f"{setting}: there are {torch.cuda.device_count()} GPUs here, cuda:0 the first")
-    return device
 
 
 def device_of(params: Mapping[str, Tensor]) -> torch.device:

@@ -1,7 +1,7 @@
 """State and activations on the host between uses, as functions around steps (ZeRO-Offload, arXiv:2101.06840).
 
-All copies go through a `Lane`. On CUDA the host's memory is pinned, and copies run on separate streams, overlapped with
-computation; elsewhere they are plain copies, so that results can be tested without a GPU.
+All copies go through a `Lane`. Where an accelerator has streams the host's memory is pinned, and copies run on separate
+ones, overlapped with computation; elsewhere they are plain copies, so that results can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fppo import tree
+from fppo import devices, tree
 
 T = TypeVar("T")
 Update = Callable[..., tuple[Any, Any]]
@@ -31,10 +31,12 @@ class Lane:
     """Asynchronous copies between the host and one device; only the device waits for them."""
 
     def __init__(self, device: torch.device) -> None:
-        cuda = device.type == "cuda"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda and device.index is None else device
-        self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if cuda else None  # in, out
-        self._under_way: dict[int, tuple[Any, Sequence[Tensor]]] = {}  # a CUDA event, and the tensors of its copy
+        beside = devices.kind_of(device).streams
+        if beside and device.index is None:
+            device = torch.device(device.type, torch.accelerator.current_device_index())
+        self.device = device
+        self._streams = (torch.Stream(device), torch.Stream(device)) if beside else None  # in, out
+        self._under_way: dict[int, tuple[Any, Sequence[Tensor]]] = {}  # an event, and the tensors of its copy
         self._numbers = itertools.count()
 
     def host_like(self, x: Tensor) -> Tensor:
@@ -61,7 +63,7 @@ class Lane:
         """Block the host until all stored copies have arrived."""
         if self._streams is not None:
             self._streams[1].synchronize()
-            self._let_go()
+            self._release()
 
     def _copy(self, direction: int, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Finish:
         copies = tuple(targets)
@@ -70,23 +72,23 @@ class Lane:
                 target.copy_(source)
             return lambda: copies
         stream = self._streams[direction]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with stream:
             for target, source in zip(copies, sources, strict=True):
                 target.copy_(source, non_blocking=True)
         done, number = stream.record_event(), next(self._numbers)
         # keep this memory allocated until the copy is done, even if no one waits for it
-        self._let_go()
+        self._release()
         self._under_way[number] = (done, (*sources, *copies))
 
         def finish() -> tuple[Tensor, ...]:
-            torch.cuda.current_stream(self.device).wait_event(done)
+            torch.accelerator.current_stream(self.device).wait_event(done)
             self._under_way.pop(number, None)
             return copies
 
         return finish
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         for number, (done, _) in list(self._under_way.items()):  # a thread that samples ahead may add some meanwhile
             if done.query():
                 self._under_way.pop(number, None)
@@ -101,10 +103,10 @@ class OnHost(NamedTuple):
 
 
 def to_host(values: T) -> T:
-    """Copy a tree to the host, in pinned memory if there is a GPU."""
+    """Copy a tree to the host, in pinned memory from an accelerator with streams."""
     copies = tree.map(lambda x: _host_like(x).copy_(x.detach(), non_blocking=True), values)
-    for device in {x.device for x in tree.tensors(values) if x.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
+    for device in {x.device for x in tree.tensors(values)}:
+        devices.synchronize(device)
     return copies
 
 
@@ -203,7 +205,8 @@ def _cut(tensors: Sequence[Tensor], bucket: Sequence[_Piece]) -> list[Tensor]:
 
 
 def _buckets(columns: Sequence[Sequence[Tensor]], size: int) -> list[list[_Piece]]:
-    """Split all parameters into pieces, in buckets of at most `size` bytes of moments, or of one smallest piece."""
+    """Split all parameters into pieces, in buckets of at most `size` bytes of moments, or of one smallest piece.
+    `columns` are the parameters, their gradients, and their first and second moments."""
     buckets: list[list[_Piece]] = []
     room = 0
     for number, (param, grad, mu, nu) in enumerate(zip(*columns, strict=True)):
@@ -226,7 +229,8 @@ def _buckets(columns: Sequence[Sequence[Tensor]], size: int) -> list[list[_Piece
 
 
 def _host_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, device="cpu", requires_grad=False, pin_memory=torch.cuda.is_available())
+    pinned = devices.kind_of(x.device).streams or x.is_pinned()
+    return torch.empty_like(x, device="cpu", requires_grad=False, pin_memory=pinned)
 
 
 @attrs.frozen
@@ -271,7 +275,7 @@ class _KeptStorage:
 
 
 class _Saved(NamedTuple):
-    """A tensor in an offloaded storage."""
+    """A view of an offloaded storage, and its `place` in the order of saved tensors."""
 
     kept: _KeptStorage
     place: int
@@ -352,14 +356,14 @@ class _Shelf:
         self._bring(kept)
         return kept
 
-    def _bring(self, kept: _KeptStorage) -> None:
-        self._near.add(kept)
-        self._near_bytes += len(kept.host)
+    def _bring(self, storage: _KeptStorage) -> None:
+        self._near.add(storage)
+        self._near_bytes += len(storage.host)
 
-    def _fetch(self, kept: _KeptStorage) -> None:
-        self._make_room(len(kept.host))
-        kept.arriving = self._lane.fetch([kept.host])
-        self._bring(kept)
+    def _fetch(self, storage: _KeptStorage) -> None:
+        self._make_room(len(storage.host))
+        storage.arriving = self._lane.fetch([storage.host])
+        self._bring(storage)
 
     def _fetch_ahead(self, place: int) -> None:
         self._next = min(self._next, place)
@@ -376,15 +380,15 @@ class _Shelf:
         while self._near and self._near_bytes + size > self._window:
             self._drop(min(self._near, key=_KeptStorage.needed))
 
-    def _drop(self, kept: _KeptStorage) -> None:
-        if kept not in self._near:
+    def _drop(self, storage: _KeptStorage) -> None:
+        if storage not in self._near:
             return
-        self._near.remove(kept)
-        for wait in (kept.leaving, kept.arriving):
+        self._near.remove(storage)
+        for wait in (storage.leaving, storage.arriving):
             if wait is not None:
                 wait()
-        kept.here = kept.leaving = kept.arriving = None
-        self._near_bytes -= len(kept.host)
+        storage.here = storage.leaving = storage.arriving = None
+        self._near_bytes -= len(storage.host)
 
 
 def _is_parameter(x: Tensor) -> bool:

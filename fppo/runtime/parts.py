@@ -73,7 +73,7 @@ def part_of(extent: torch.Size | Extent, mesh: Mesh) -> Part:
 
 
 def holds(extent: torch.Size | Extent, mesh: Mesh) -> bool:
-    """Whether this rank of the mesh holds a tensor, whole or in part."""
+    """Whether this rank of the mesh holds a tensor of this extent, whole or in part."""
     return not isinstance(extent, Extent) or not extent.stages or mesh["pipeline"].rank in extent.stages
 
 

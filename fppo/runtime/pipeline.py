@@ -24,8 +24,7 @@ StageFn = Callable[[Any, int, Tensor | None, int], Any]
 
 
 class Wire(NamedTuple):
-    """A connection between two stages for one micro-batch: shape, dtype and device of the tensor and of its
-    gradient."""
+    """A connection between two stages for one micro-batch: shape, dtype and device of the tensor and its gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -108,7 +107,7 @@ class _Sum:
             torch._foreach_add_(list(before), list(added))  # pyright: ignore[reportPrivateImportUsage]
 
     def totals(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """The sums, zeros if nothing was added."""
+        """The sums; zeros like the tensors `like` where nothing was added."""
         pairs = zip(self._total, like, self._dtypes, strict=True)
         return [torch.zeros_like(x, dtype=kind) if total is None else total for total, x, kind in pairs]
 

@@ -20,8 +20,7 @@ L = TypeVar("L", bound=Lost)
 
 
 class Restarts:
-    """A budget of up to `limit` restarts. Threads may share it; each loss uses one restart, whichever thread meets
-    it."""
+    """A budget of up to `limit` restarts. Threads may share it; each loss uses one, whichever thread meets it."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.used = limit, 0
@@ -31,17 +30,21 @@ class Restarts:
         """Call `attempt` until it returns, and return its result.
 
         After a loss of this `kind`, `restart(loss)` is called, and then `attempt` again. `attempt` decides what work is
-        kept, and may start the processes itself. Raises the loss if no restart is left, or if a restart cannot help.
+        kept, and may start the processes itself. Raises the loss that `use` does not take.
         """
         while True:
             try:
                 return attempt()
             except kind as loss:
-                with self._lock:
-                    if self.used == self.limit or not loss.again:
-                        raise
-                    self.used += 1
+                self.use(loss)
                 restart(loss)
+
+    def use(self, loss: Lost) -> None:
+        """Use a restart. Raises the loss if no restart is left, or if a restart cannot help."""
+        with self._lock:
+            if self.used == self.limit or not loss.again:
+                raise loss
+            self.used += 1
 
     def __str__(self) -> str:
         return f"{self.used} of {self.limit} times"

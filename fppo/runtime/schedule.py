@@ -117,7 +117,7 @@ class Clocked(NamedTuple):
 
 
 def clocked(schedule: Schedule, *, backward: float = 2.0) -> Clocked:
-    """Simulate a schedule's timing; a stage's backward pass takes `backward` forward passes. Raises ValueError for a
+    """Simulate a schedule's timing; a stage's backward pass takes `backward` forward ones. Raises ValueError for a
     deadlock."""
     ranks = range(schedule.ranks)
     trains = any(action.kind == "backward" for actions in schedule.actions for action in actions)

@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fppo import tree
+from fppo import devices, tree
 from fppo.key import Key
 
 SUMS = 4
@@ -28,8 +28,8 @@ _DIGITS = 12
 
 @attrs.frozen
 class Size:
-    """The size of a difference: root mean squares of the difference (`apart`), and of the numbers that differ
-    (`of`)."""
+    """The size of a difference of two tensors: the root mean square of the difference (`apart`), and the larger one of
+    the two tensors (`of`)."""
 
     apart: float
     of: float
@@ -58,7 +58,7 @@ def sketch(x: Tensor) -> list[float] | None:
     if not x.is_floating_point() or not x.numel():
         return None
     flat = x.detach().reshape(-1)
-    flat = flat[:: math.ceil(len(flat) / MOST)].double()
+    flat = devices.wide(flat[:: math.ceil(len(flat) / MOST)])
     if not flat.isfinite().all():
         return None
     rows, columns = _signs(flat.device)
@@ -75,8 +75,7 @@ def sketches(value: Any) -> dict[str, list[float]]:
 
 
 def size_of(old: Sequence[float] | None, new: Sequence[float] | None) -> Size | None:
-    """The size of the difference of two tensors, from their sketches; None if a sketch is missing, or their counts
-    differ."""
+    """The size of the difference of two tensors, by their sketches; None if one is missing, or their counts differ."""
     if old is None or new is None or len(old) != len(new) or old[0] != new[0]:
         return None
     count, squares = old[0], [(a - b) ** 2 for a, b in zip(old[2:], new[2:], strict=True)]

@@ -74,7 +74,7 @@ def opened(path: Path) -> Iterator[Callable[[str, torch.dtype], Tensor]]:
 
 
 def _laid_out(like: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """The header of a file, and the offset of each tensor."""
+    """The header of a file with tensors like those of `like`, and the offset of each."""
     empty = safetensors.torch.save({name: torch.empty(0, dtype=x.dtype) for name, x in like.items()}, dict(metadata))
     about = json_of(empty[8 : 8 + int.from_bytes(empty[:8], "little")])  # in the library's order, with its dtypes
     starts, end = dict[str, int](), 0

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fppo import devices
 from fppo.runtime.mesh import Mesh
 from fppo_kernels.collectives import Axis
 
@@ -35,7 +36,7 @@ class Traffic(NamedTuple):
 
 
 class WaitingCollective(NamedTuple):
-    """The collective that a rank waits for: the `number`th over its axis, since `since` on the monotonic clock. A
+    """The collective `op` that a rank waits for: the `number`th over its axis, since `since` on the monotonic clock. A
     message between two ranks has their line from `Watch.message` as axis."""
 
     axis: str
@@ -53,7 +54,7 @@ class _Stall(NamedTuple):
 
 
 def wire_bytes(op: str, size: int, ranks: int) -> int:
-    """The bytes that a rank sends in a collective over `ranks` ranks, by the ring algorithms.
+    """The bytes that a rank sends in the collective `op`, as "all_reduce", over `ranks` ranks, by the ring algorithms.
 
     `size` is the bytes of the whole tensor: the gathered result, the tensor before it is scattered, the reduced tensor.
     An all-reduce is a reduce-scatter and an all-gather.
@@ -68,9 +69,9 @@ def wire_bytes(op: str, size: int, ranks: int) -> int:
 class Watch:
     """The counts of one rank's watched groups. Other threads may read them at any time."""
 
-    def __init__(self, ranks: Mapping[str, Sequence[int]], place: str = "") -> None:
+    def __init__(self, ranks: Mapping[str, Sequence[int]], coordinates: str = "") -> None:
         self.ranks = {axis: tuple(line) for axis, line in ranks.items()}  # global ranks by axis, or by line
-        self.place = place  # this rank's coordinates on the axes, as text
+        self.place = coordinates  # this rank's coordinates on the axes, as text
         self.waiting: WaitingCollective | None = None
         self.error: RuntimeError | None = None  # the error of the failed collective, which `waiting` still describes
         self.step = 0  # the last finished step, set by the training loop
@@ -151,11 +152,11 @@ class Watch:
 
 
 def _event(device: torch.device | None) -> Any:
-    """An event in the computing stream of a GPU; None elsewhere."""
-    if device is None or device.type != "cuda":
+    """An event in the computing stream of an accelerator; None elsewhere."""
+    if device is None or not devices.kind_of(device).streams:
         return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
     return event
 
 
@@ -252,8 +253,7 @@ class RelayGroup(dist.ProcessGroup):
 
 
 def without_default(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a collective; without the last, its options, if they are None, since a collective has
-    defaults."""
+    """The arguments of a collective; without the last, its options, if None, since a collective has defaults."""
     return args if args[-1] is not None else args[:-1]
 
 

@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
 from fppo.workers.imports import imported
-from fppo.workers.runner import FunctionRunner
-from fppo.workers.sample import Kind, Sample, name_of
+from fppo.workers.runner import FunctionRunner, WorkerFunction
+from fppo.workers.sample import Sample, name_of, sample_of
 
 _log = logging.getLogger("fppo.serve")
 _CALL = "call"  # the key under which a worker's sample holds the arguments
@@ -87,14 +87,6 @@ class AgentCall:
         return await result if inspect.isawaitable(result) else result
 
 
-class _AgentFunction(NamedTuple):
-    name: str
-    fn: AgentCall
-    asynchronous: bool
-    inline: bool
-    kind: Kind = "sample"
-
-
 class AgentRunner(FunctionRunner):
     """An agent, ready to play; close it, or use it in a `with` statement.
 
@@ -112,7 +104,7 @@ class AgentRunner(FunctionRunner):
         start_limit: float = 120.0,
         inline: bool = False,
     ) -> None:
-        self._calls = _AgentFunction(name_of(play), AgentCall(play, concurrency), True, inline)
+        self._calls = WorkerFunction(name_of(play), AgentCall(play, concurrency), True, inline)
         super().__init__(
             [self._calls],
             role="agent",
@@ -123,10 +115,9 @@ class AgentRunner(FunctionRunner):
         )
 
     def play(self, rows: Sequence[Mapping[str, Any]], urls: Sequence[str], key: str, base: str) -> list[PlayedEpisode]:
-        """Play an episode for each row, at a URL of its own, and return their scores."""
+        """Play an episode for each row, at a URL of its own, and return their scores; `base` is not read."""
         del base
-        calls = [(dict(row), url, key) for row, url in zip(rows, urls, strict=True)]
-        samples = [Sample("", "", None, "", {_CALL: call}, (), (), "stop") for call in calls]
+        samples = [sample_of({_CALL: (dict(row), url, key)}) for row, url in zip(rows, urls, strict=True)]
         outcomes = self.logged_outcomes(self._calls, samples, "episodes", _log)
         return [
             PlayedEpisode(x.score, x.named, False) if x.kind == "value" else PlayedEpisode(float("nan"), {}, True)

@@ -1,11 +1,10 @@
-"""The server's application, for any routes: it checks the key, bounds bodies, and gives errors in the protocol's
-form."""
+"""The server's application, for any routes: it checks keys, bounds bodies, and gives errors in a protocol's form."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -14,7 +13,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.routing import Match, Route
 
-from fppo.serve.protocol import ApiError
+from fppo.serve.protocol import body_of
+from fppo.serve.refusal import Refusal
 from fppo.serve.service import Bounds
 
 T = TypeVar("T")
@@ -23,7 +23,9 @@ _Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[_Message]]
 Send = Callable[[_Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Refused = Callable[[Request, Exception], Awaitable[Response]]  # the response to what raised an error
 HEALTH = "/health"
+OWNER = "fppo.owner"  # in the scope of a request that was let through
 CLOSING = (401, 408, 413)  # statuses after which the connection closes, without waiting for the rest of a body
 _GONE = 499  # the status that servers note for a client that has gone; nobody reads it
 
@@ -34,29 +36,34 @@ def app_of(routers: Sequence[APIRouter], *, key: str, bounds: Bounds) -> App:
     GET /health answers without a key, by a router's own route or else with status "ok". Raises ValueError for an empty
     key.
     """
+    if not key:
+        raise ValueError("the server's key is empty: give one, or leave it to the server")
+    health = APIRouter()
+    health.add_api_route(HEALTH, _healthy)  # a router's own comes first
+    return Guard(
+        routed([*routers, health], _refused),
+        _refused,
+        header=b"authorization",
+        owners={f"Bearer {key}".encode(): ""},
+        advice="give the key that the server was started with, as Authorization: Bearer KEY",
+        free=lambda path: path == HEALTH,
+        body_bytes=bounds.body_bytes,
+        body_seconds=bounds.body_seconds,
+    )
+
+
+def routed(routers: Sequence[APIRouter], refused: Refused) -> App:
+    """An application of routes, whose errors become responses by `refused`.
+
+    It calls plain routes itself, which `add_route` adds: their endpoints take a request and return a response. The
+    layers of FastAPI would cost more processor time than the rest of a short answer. An error of the server's own is
+    raised again after the response, for its log.
+    """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     for router in routers:
         app.include_router(router)
-    app.add_api_route(HEALTH, _healthy)  # a router's own comes first
-    for kind in (ApiError, AnyHTTPException, HTTPException, Exception):
-        app.add_exception_handler(kind, _refused)
-    plain = by_plain_routes(routers, app, _refused, known=(ApiError, AnyHTTPException))
-    return Guard(plain, key=key, bounds=bounds)
-
-
-def by_plain_routes(
-    routers: Sequence[APIRouter],
-    app: App,
-    refused: Callable[[Request, Exception], Awaitable[Response]],
-    *,
-    known: tuple[type[Exception], ...],
-) -> App:
-    """An application that calls the routers' plain routes itself, and leaves all else to `app`.
-
-    Plain routes are those that `add_route` adds: their endpoints take a request and return a response. The layers of
-    FastAPI would cost more processor time than the rest of a short answer. `refused` makes a response from an error. An
-    error of none of the `known` kinds is raised again after the response, for the server's log.
-    """
+    for kind in (Refusal, AnyHTTPException, HTTPException, Exception):
+        app.add_exception_handler(kind, refused)
     routes = [route for router in routers for route in router.routes if type(route) is Route]
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,7 +81,7 @@ def by_plain_routes(
         except Exception as error:
             raised, response = error, await refused(request, error)
         await response(scope, receive, send)
-        if raised is not None and not isinstance(raised, known):
+        if raised is not None and not isinstance(raised, Refusal | AnyHTTPException):
             raise raised
 
     return call
@@ -102,14 +109,14 @@ def health_response(problem: str | None) -> JSONResponse:
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
-    """An error in the protocol's form."""
+    """An error in OpenAI's form."""
     del request
     if isinstance(error, AnyHTTPException):
-        error = ApiError(error.status_code, str(error.detail))
-    if not isinstance(error, ApiError):
-        error = ApiError(500, f"the server failed: {type(error).__name__}", kind="server_error")
+        error = Refusal(str(error.detail), status=error.status_code)
+    if not isinstance(error, Refusal):
+        error = Refusal(f"the server failed: {type(error).__name__}", status=500)
     headers = {"retry-after": "1"} if error.status in (429, 503) else None
-    return JSONResponse(error.body, error.status, headers)
+    return JSONResponse(body_of(error), error.status, headers)
 
 
 @attrs.frozen(kw_only=True)
@@ -127,13 +134,13 @@ class Body:
         return {"type": "http.request", "body": self.body, "more_body": False}
 
 
-async def read_body(scope: Scope, receive: Receive, most: int) -> bytes | None:
-    """The whole body of a request; None if the client goes away before its end. Raises ValueError for a body of over
-    `most` bytes, before all of it has come."""
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes | None:
+    """The whole body of a request; None if the client goes away before its end. Raises Refusal for a body of over
+    `max_bytes`, before all of it has come."""
     length = dict(scope["headers"]).get(b"content-length", b"0")
     parts, size, more = list[bytes](), int(length) if length.isdigit() else 0, True
-    if size > most:
-        raise ValueError(f"a body of {size:,} bytes; at most {most:,}")
+    if size > max_bytes:
+        raise Refusal(f"a body of {size:,} bytes; at most {max_bytes:,}", status=413)
     size = 0
     while more:
         message = await receive()
@@ -141,58 +148,77 @@ async def read_body(scope: Scope, receive: Receive, most: int) -> bytes | None:
             return None
         parts.append(message.get("body", b""))
         size, more = size + len(parts[-1]), message.get("more_body", False)
-        if size > most:
-            raise ValueError(f"a body of over {most:,} bytes")
+        if size > max_bytes:
+            raise Refusal(f"a body of over {max_bytes:,} bytes", status=413)
     return b"".join(parts)
 
 
 class Guard:
-    """Middleware that lets requests with the right key through, with bodies that are within bounds and whole."""
+    """Middleware that lets requests with a key through, with bodies that are within bounds and whole.
 
-    def __init__(self, app: App, *, key: str, bounds: Bounds) -> None:
-        if not key:
-            raise ValueError("the server's key is empty: give one, or leave it to the server")
-        self._app, self._key, self._bounds = app, f"Bearer {key}".encode(), bounds
+    `owners` are the owners of keys, by the values of a header; the one of a request is in its scope, as `OWNER`. Paths
+    that are `free` need no key. `unpacked` decompresses a body, by its headers.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        refused: Refused,
+        *,
+        header: bytes,
+        owners: Mapping[bytes, str],
+        advice: str,
+        free: Callable[[str], bool],
+        body_bytes: int,
+        body_seconds: float,
+        unpacked: Callable[[bytes, Mapping[bytes, bytes]], bytes] = lambda body, headers: body,
+    ) -> None:
+        self._app, self._refused, self._free, self._unpacked = app, refused, free, unpacked
+        self._header, self._owners, self._advice = header, owners, advice
+        self._bytes, self._seconds = body_bytes, body_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, or any other event of the server."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
             return
-        if scope["type"] != "http" or scope["path"] == HEALTH:
+        if scope["type"] != "http" or self._free(scope["path"]):
             await self._app(scope, receive, send)
             return
         try:
-            self._check_key(scope)
-            async with asyncio.timeout(self._bounds.body_seconds):
-                body = await read_body(scope, receive, self._bounds.body_bytes)
+            owner = self._owner(scope)
+            async with asyncio.timeout(self._seconds):
+                body = await read_body(scope, receive, self._bytes)
+            whole = None if body is None else self._unpacked(body, dict(scope["headers"]))
         except TimeoutError:
-            error = ApiError(408, f"the body had not come after {self._bounds.body_seconds:g} seconds")
+            late = Refusal(f"the body had not come after {self._seconds:g} seconds", status=408)
+            await self._refuse(late, scope, receive, send)
+        except Refusal as error:
             await self._refuse(error, scope, receive, send)
-            return
-        except ValueError as error:
-            await self._refuse(ApiError(413, str(error)), scope, receive, send)
-            return
-        except ApiError as error:
-            await self._refuse(error, scope, receive, send)
-            return
-        if body is not None:
-            await self._app(scope, Body(body=body, receive=receive), send)
+        else:
+            if whole is not None:
+                await self._app({**scope, OWNER: owner}, Body(body=whole, receive=receive), send)
 
-    def _check_key(self, scope: Scope) -> None:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1 or not hmac.compare_digest(given[0], self._key):
-            text = "give the key that the server was started with, as Authorization: Bearer KEY"
-            raise ApiError(401, text, kind="authentication_error", code="invalid_api_key")
+    def _owner(self, scope: Scope) -> str:
+        """The owner of a request, by its key. Raises Refusal."""
+        given = [value for name, value in scope["headers"] if name == self._header]
+        found = None
+        for key, owner in self._owners.items():  # all of them, so that the time tells nothing
+            if len(given) == 1 and hmac.compare_digest(given[0], key):
+                found = owner
+        if found is None:
+            raise Refusal(self._advice, status=401, code="invalid_api_key")
+        return found
 
-    @staticmethod
-    async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {"connection": "close"} if error.status in CLOSING else None
-        await JSONResponse(error.body, error.status, headers)(scope, receive, send)
+    async def _refuse(self, error: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._refused(Request(scope), error)
+        if error.status in CLOSING:
+            response.headers["connection"] = "close"
+        await response(scope, receive, send)
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Await `work` for a client, and return its result. Once the client has gone, the work is cancelled, and ApiError
+    """Await `work` for a client, and return its result. Once the client has gone, the work is cancelled, and Refusal
     raised."""
     waiting, left = asyncio.current_task(), list[bool]()
     assert waiting is not None
@@ -208,7 +234,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         return await work
     except asyncio.CancelledError as error:
         if left and not waiting.uncancel():
-            raise ApiError(_GONE, "the client has gone") from error
+            raise Refusal("the client has gone", status=_GONE) from error
         raise
     finally:
         gone.remove_done_callback(leave)

@@ -69,7 +69,7 @@ class ResponseTemplate:
         return {**own, "fields": {**fields, **listed}}
 
     def __call__(self, text: str, whole: str, before: str, tools: Sequence[Tool]) -> ParsedTurn:
-        """The parsed turn; its text alone if the template fails on it or finds no calls."""
+        """Parse a turn as `ReadTurn`; returns its text alone if the template fails on it or finds no calls."""
         try:
             shown = [dict(tool) for tool in tools]
             said = self.tokenizer.parse_response(whole, self._template, prefix=before, tools=shown)
@@ -106,7 +106,7 @@ class BetweenTexts:
     arguments: str  # the key of the arguments
 
     def __call__(self, text: str, whole: str, before: str, tools: Sequence[Tool]) -> ParsedTurn:
-        """The parsed turn; its content is the text before, between and after the calls."""
+        """Parse a turn as `ReadTurn`; its content is the text before, between and after the calls."""
         del whole, before, tools
         calls, parts, left = list[ToolCall](), list[str](), text
         while (found := self._next(left, listed=bool(calls) and self.opening.endswith("["))) is not None:
@@ -171,16 +171,16 @@ def _between(tokenizer: Any, options: ChatOptions) -> BetweenTexts | None:
 @attrs.frozen
 class CallForm:
     """The text of a turn that is a call: what the chat template writes before the function's name (`opening`), and
-    after it for arguments of several kinds (`behind`). `before` is the prompt before the turn."""
+    after it for arguments of several kinds (`endings`). `before` is the prompt before the turn."""
 
     before: str
     opening: str
-    behind: tuple[str, ...]
+    endings: tuple[str, ...]
 
     def texts(self, functions: Sequence[str]) -> list[str]:
         """Turns that are calls of these functions. The policy has no choice in their common beginning."""
-        behind = self.behind if len(functions) == 1 else self.behind[:1]
-        return [f"{self.opening}{name}{rest}" for name in functions for rest in behind]
+        endings = self.endings if len(functions) == 1 else self.endings[:1]
+        return [f"{self.opening}{name}{ending}" for name in functions for ending in endings]
 
 
 def form_of(tokenizer: Any, reader: ReadTurn, options: ChatOptions = PLAIN) -> CallForm | None:
@@ -199,7 +199,7 @@ def form_of(tokenizer: Any, reader: ReadTurn, options: ChatOptions = PLAIN) -> C
     read = reader(said, said, before, [_TOOL]).calls
     if not read or read[0].name != _NAME:
         return None
-    return CallForm(before, openings.pop(), tuple(behind for _, _, behind in parts))
+    return CallForm(before, openings.pop(), tuple(ending for _, _, ending in parts))
 
 
 def _turn_of(
@@ -225,10 +225,10 @@ def _turn_of(
     return (before, rest) if thought and opened.rstrip() == before.rstrip() else None
 
 
-def _closing(tokenizer: Any, rest: str) -> str:
+def _closing(tokenizer: Any, text: str) -> str:
     """The text that closes a call: up to the special token that ends the turn."""
     special = [*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()]
-    ends = [place for token in special if token and (place := rest.find(token)) >= 0]
-    first = rest[: min(ends, default=len(rest))].strip()
+    ends = [place for token in special if token and (place := text.find(token)) >= 0]
+    first = text[: min(ends, default=len(text))].strip()
     # an added token may be what closes a call itself, as </tool_call> is
-    return first or next((token for token in special if token and rest.lstrip().startswith(token)), "")
+    return first or next((token for token in special if token and text.lstrip().startswith(token)), "")

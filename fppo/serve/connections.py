@@ -104,13 +104,15 @@ class Connection(asyncio.Protocol):
 
 
 class Acceptor:
-    """An acceptor of a listener's connections, up to `most`. Beyond that, an idle connection is closed for the next
-    one: first those that never had a request, the oldest first."""
+    """An acceptor of a listener's connections, up to `max_connections`. Beyond that, an idle connection is closed for
+    the next one: first those that never had a request, the oldest first."""
 
-    def __init__(self, listener: socket.socket, *, most: int, head_seconds: float, idle_seconds: float) -> None:
+    def __init__(
+        self, listener: socket.socket, *, max_connections: int, head_seconds: float, idle_seconds: float
+    ) -> None:
         listener.setblocking(False)
         listener.listen(128)  # clients that come before `open` wait
-        self._listener, self._most = listener, most
+        self._listener, self._most = listener, max_connections
         self.head_seconds, self.idle_seconds = head_seconds, idle_seconds
         self._open: dict[Address | None, Connection] = {}  # in the order in which they came
         self._coming: set[asyncio.Task[None]] = set()
@@ -133,9 +135,9 @@ class Acceptor:
 
         return call
 
-    def open(self, made: Callable[[], asyncio.Protocol]) -> None:
+    def open(self, protocol: Callable[[], asyncio.Protocol]) -> None:
         """Accept connections from now on, each with a protocol of its own."""
-        self._made = made
+        self._made = protocol
         self._resume()
 
     def close(self) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -12,24 +11,22 @@ import attrs
 import torch
 from torch import Tensor
 
-from fppo import batch as batches
-from fppo.batch import Column, Rollout
+from fppo.batch import Rollout
 from fppo.rollout.engine import Ask, Engine
 from fppo.rollout.records import number_rows
-from fppo.rollout.requests import FinishedRequest
-from fppo.rollout.turns.engine import FAILURES, INFO, Thinking
-from fppo.serve.agents import PlayedEpisode, Plays, RowChoice
+from fppo.rollout.turns.engine import Thinking
+from fppo.rollout.turns.episode import data_row, seeds_of
+from fppo.serve.agents import Plays, RowChoice
 from fppo.serve.app import app_of
-from fppo.serve.episodes import EpisodeRow, Episodes, RecordedTurn, row_number
+from fppo.serve.episodes import Episodes, row_number
 from fppo.serve.loop import EngineLoop
 from fppo.serve.openai import router_of
-from fppo.serve.rows import rollout_of_rows
+from fppo.serve.rows import rollout_of_played
 from fppo.serve.server import LOOPBACK, bound_socket, new_key, serving
 from fppo.serve.service import Bounds, Service, Sources
 from fppo.serve.texts import Texts
 
 SEED = "seed"  # the key under which a row has a number that the responses to its prompt share
-_SEEDS = 1 << 62
 
 
 class AgentEngine:
@@ -40,10 +37,10 @@ class AgentEngine:
     the last token, nan where it failed. The row has a "seed" of 62 bits, which depends on the key and the prompt alone.
     The prompt is what the agent sends, and not that of `ask`.
 
-    `ask.sampling` draws the answers, whatever temperature, top_p and top_k the agent asks for; max_tokens is the
-    agent's own, and its stops end answers beside those of `ask.sampling`. A row has at most `ask.sampling.max_tokens`
-    tokens, including the text between answers, and `bounds.row_tokens` with its prompt. An agent that edits its history
-    begins another row: a response is the row with the most tokens of the policy's, or with rows = "all" all rows of the
+    `ask.sampling` draws the answers, whatever options of sampling the agent asks for; max_tokens is the agent's own,
+    and its stops end answers beside those of `ask.sampling`. A row has at most `ask.sampling.max_tokens` tokens,
+    including the text between answers, and `bounds.row_tokens` with its prompt. An agent that edits its history begins
+    another row: a response is the row with the most tokens of the policy's, or with rows = "all" all rows of the
     episode (`Rollout.episodes`): then there may be more rows than were asked for, and the score is at the last token of
     the last one. With `thinking = "drop"` every answer to a chat is a row, whose prompt is the conversation as the chat
     template renders it, and all rows are taken. Rows are not reported early, and `ask.newer` is asked for weights
@@ -97,7 +94,7 @@ class AgentEngine:
         taken = [self._episodes.take(name if x.name is None else x.name) for name, x in zip(names, played, strict=True)]
         for name in self._episodes.names():  # of clients other than the agent's
             self._episodes.take(name)
-        return self._rollout(ask, numbers, taken, played)
+        return rollout_of_played(ask, taken, played, pad_token_id=self._pad, every=self._all)
 
     def _sources(self, ask: Ask) -> Sources:
         most = ask.sampling.max_tokens
@@ -124,60 +121,8 @@ class AgentEngine:
 
     def _rows(self, ask: Ask) -> list[dict[str, Any]]:
         """The data rows of all responses."""
-        prompts, n = ask.prompts, ask.sampling.n
-        uniform = ask.key.fold(SEED).uniform(prompts.row_ids.cpu(), 1)[:, 0]
-        seeds = (uniform * _SEEDS).long().tolist()
-        own = zip(prompts.ground_truth, prompts.source, prompts.ids, prompts.extras, seeds, strict=True)
-        rows = [{"ground_truth": g, "source": s, "id": i, **extras, SEED: seed} for g, s, i, extras, seed in own]
-        return [row for row in rows for _ in range(n)]
-
-    def _rollout(
-        self,
-        ask: Ask,
-        numbers: Sequence[int],
-        episodes: Sequence[Sequence[EpisodeRow]],
-        played: Sequence[PlayedEpisode],
-    ) -> Rollout:
-        chosen: list[tuple[int, EpisodeRow]] = []
-        for place, rows in enumerate(episodes):
-            kept = rows if self._all else [max(rows, key=_own_tokens)] if rows else []
-            chosen += [(place, row) for row in kept or [self._lost(ask, place)]]
-        places = [place for place, _ in chosen]
-        prompts = batches.rows(batches.repeat(ask.prompts, ask.sampling.n), places)
-        extras = [
-            {**extra, INFO: {**played[place].numbers, "rows": float(len(episodes[place]))}}
-            | ({FAILURES: 1} if played[place].failed else {})
-            for place, extra in zip(places, prompts.extras, strict=True)
-        ]
-        lasts = [place != later for place, later in zip(places, [*places[1:], None], strict=True)]
-        scores = [played[place].score if episodes[place] else math.nan for place in places]
-        rewards = [score if last else 0.0 for score, last in zip(scores, lasts, strict=True)]
-        rollout = rollout_of_rows(
-            [row for _, row in chosen],
-            pad_token_id=self._pad,
-            row_ids=range(len(places)) if self._all else [numbers[place] for place in places],
-            groups=prompts.row_ids.tolist(),
-            columns={name: list(getattr(prompts, name)) for name in ("ids", "ground_truth", "source")},
-            rewards=rewards,
-            episodes=[numbers[place] for place in places] if self._all else None,
-        )
-        return attrs.evolve(rollout, extras=Column(extras))
-
-    def _lost(self, ask: Ask, place: int) -> EpisodeRow:
-        """The row of an episode in which the policy answered nothing: the prompt and one padding token."""
-        row = place // ask.sampling.n
-        prompt = ask.prompts.tokens[row][ask.prompts.attention_mask[row].bool()].tolist()
-        nothing = torch.zeros(1)
-        answer = FinishedRequest(
-            name="",
-            tokens=torch.tensor([self._pad]),
-            log_probs=nothing,
-            sampling_log_probs=nothing,
-            versions=torch.tensor([ask.version], dtype=torch.int32),
-            end="length",
-            fed=0,
-        )
-        return EpisodeRow(0, (RecordedTurn(tuple(prompt), answer, ""),))
+        rows = [{**data_row(ask.prompts, row), SEED: seed} for row, seed in enumerate(seeds_of(ask, SEED))]
+        return [row for row in rows for _ in range(ask.sampling.n)]
 
 
 def _row_of(name: str) -> int:
@@ -185,7 +130,3 @@ def _row_of(name: str) -> int:
     `row_number`."""
     first, _, number = name.partition("-")
     return int(number) if first.isdigit() and number.isdigit() else row_number(name)
-
-
-def _own_tokens(row: EpisodeRow) -> int:
-    return sum(len(turn.answer.tokens) for turn in row.turns)

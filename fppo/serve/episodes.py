@@ -105,7 +105,7 @@ class Conversation(NamedTuple):
     items: Items
     cuts: Sequence[int] | None = None
 
-    def behind(self, items: Items) -> Conversation:
+    def with_answer(self, items: Items) -> Conversation:
         """The conversation followed by an answer's `items`."""
         return self._replace(items=self.items + items)
 
@@ -151,29 +151,30 @@ def _of_width(data: bytes, width: int) -> Items:
 
 @attrs.frozen(eq=False)
 class AnswerPlace:
-    """The place of a new answer: in a row of an episode, after `seen` items of the conversation."""
+    """The place of a new answer: in a row of an episode, after `items_seen` items of the conversation."""
 
     name: str
     number: int  # of the row
     row: EpisodeRow | None  # that it continues; None: a new one
-    known: tuple[int, ...] = ()  # ids of another row, with which a new one begins
-    seen: int = 0
+    prefix: tuple[int, ...] = ()  # ids of another row, with which a new one begins
+    items_seen: int = 0
     after: str | None = None  # the request of the answer before, whose context may be kept
     end: int | None = None  # the last id of the answer before
 
     @property
     def before(self) -> tuple[int, ...]:
-        """The ids of the row to which the conversation adds others."""
-        return self.known if self.row is None else self.row.ids
+        """The ids before the new ones: those of the row that is continued, or the prefix of a new row."""
+        return self.prefix if self.row is None else self.row.ids
 
     @property
     def used(self) -> int:
-        """The number of tokens in the row's response to which the conversation adds others."""
+        """The number of response tokens in the row that is continued; 0 for a new row."""
         return 0 if self.row is None else sum(turn.size for turn in self.row.turns) - len(self.row.prompt)
 
     def key_of(self, key: Key) -> Key:
-        """The key of this answer's draws, by the numbers of the row and the answer. In an episode's first row it is the
-        key by which `rollout.TurnsEngine` draws that turn."""
+        """The random key for this answer's draws, made from the episode's `key` and the numbers of the row and the
+        answer. In the first row of an episode it is the key that `rollout.TurnsEngine` uses for the turn of the same
+        number."""
         own = key if self.number == 0 else key.fold("row", self.number)
         return own if self.row is None else own.fold("turn", len(self.row.turns) + 1)
 
@@ -232,7 +233,7 @@ class Episodes:
                 own = self._new_name() if name is None else name
                 start = AnswerPlace(own, self._free(own), None)
             else:
-                start = self._behind(*found)
+                start = self._continuation(*found)
             self._rows[start.name] = self._rows.pop(start.name, {})
             self._open.setdefault(start.name, set()).add(start.number)
             return start
@@ -288,7 +289,7 @@ class Episodes:
             found = found if place is None else (place, size)
         return found
 
-    def _behind(self, place: _Place, seen: int) -> AnswerPlace:
+    def _continuation(self, place: _Place, seen: int) -> AnswerPlace:
         row = self._rows[place.name][place.number]
         end = int(row.turns[place.turns - 1].answer.tokens[-1])
         if len(row.turns) == place.turns and place.number not in self._open.get(place.name, ()):

@@ -17,6 +17,7 @@ from fppo.models.several import Adapter
 from fppo.rollout.engine import Engine
 from fppo.rollout.generated import opened
 from fppo.rollout.requests import AdapterRequests, DrawnTokens, FinishedRequest, QueueFull, Request, Requests
+from fppo.serve.refusal import Refusal
 
 Params = Mapping[str, Tensor]
 Newer = Callable[[], tuple[Params, int] | None]
@@ -36,6 +37,17 @@ Receive = Callable[[Event], None]
 
 class ServerStopped(RuntimeError):
     """Error of a server that takes no more requests, or that ended while one was being answered."""
+
+
+def refusal_of(error: BaseException) -> Refusal:
+    """The refusal that tells a client of an engine's error."""
+    if isinstance(error, QueueFull):
+        return Refusal(f"{error}; try again later", status=429, code="queue_full")
+    if isinstance(error, ServerStopped):
+        return Refusal(str(error), status=503)
+    if isinstance(error, ValueError):
+        return Refusal(str(error))
+    return Refusal(f"the engine failed: {type(error).__name__}", status=500)
 
 
 @attrs.define(eq=False)
@@ -216,9 +228,9 @@ class EngineLoop:
         return True
 
     def _gathered(self, *, idle: bool) -> list[_Call]:
-        """The calls that are due, in the order in which they came. Requests that come shortly after one another are
-        added together, since prefilling them one by one would take longer. Other rows continue meanwhile; once some
-        calls are due, those that came during the last step join them."""
+        """The calls that are due, in the order in which they came; `idle`: wait for one. Requests that come shortly
+        after one another are added together, since prefilling them one by one would take longer. Other rows continue
+        meanwhile; once some calls are due, those that came during the last step join them."""
         while True:
             left = None if self._due is None else self._due - time.monotonic()
             due = left is not None and left <= 0
@@ -302,11 +314,11 @@ class EngineLoop:
             _post(waiting.home, [(waiting.receive, error)])
 
 
-def _post(home: asyncio.AbstractEventLoop, each: Sequence[tuple[Receive, Any]]) -> None:
+def _post(home: asyncio.AbstractEventLoop, events: Sequence[tuple[Receive, Any]]) -> None:
     """Call each receiver with its event in the thread of the event loop `home`, unless that loop has ended."""
 
     def call() -> None:
-        for receive, event in each:
+        for receive, event in events:
             receive(event)
 
     try:

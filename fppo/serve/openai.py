@@ -15,7 +15,8 @@ from fastapi.responses import JSONResponse, Response
 
 from fppo.serve.app import HEALTH, EventStream, health_response, unless_gone
 from fppo.serve.episodes import EpisodeRow
-from fppo.serve.protocol import AnswerOptions, ApiError, chat_request, completion_request, parsed
+from fppo.serve.protocol import AnswerOptions, body_of, chat_request, completion_request, parsed
+from fppo.serve.refusal import Refusal
 from fppo.serve.replies import DONE, ReplyForm, event
 from fppo.serve.service import AnswerPart, OpenAnswer, Service, WholeAnswer
 
@@ -39,21 +40,21 @@ def router_of(service: Service, *, problem: Callable[[], str | None] | None = No
         _check_model(service, asked.options)
         name = _name_of(request, asked.options)
         form = _form(service, asked.options, next(ids), chat=True)
-        return await _replied(request, service.chat(asked, name), form, asked.options, shown=not asked.tools)
+        return await _replied(request, service.chat(asked, name), form, asked.options, as_drawn=not asked.tools)
 
     async def completions(request: Request) -> Response:
         asked = completion_request(parsed(await request.body()))
         _check_model(service, asked.options)
         name = _name_of(request, asked.options)
         form = _form(service, asked.options, next(ids), chat=False)
-        return await _replied(request, service.completions(asked, name), form, asked.options, shown=True)
+        return await _replied(request, service.completions(asked, name), form, asked.options, as_drawn=True)
 
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model(service)]}
 
     async def model(name: str) -> dict[str, Any]:
         if name != service.sources.model:
-            raise ApiError(404, f"there is no model {name!r}", param="model", code="model_not_found")
+            raise Refusal(f"there is no model {name!r}", status=404, param="model", code="model_not_found")
         return _model(service)
 
     async def recorded(episode: str) -> JSONResponse:
@@ -80,14 +81,14 @@ def _model(service: Service) -> dict[str, Any]:
 def _check_model(service: Service, options: AnswerOptions) -> None:
     if options.model is not None and options.model != service.sources.model:
         text = f"there is no model {options.model!r}; there is {service.sources.model!r}"
-        raise ApiError(404, text, param="model", code="model_not_found")
+        raise Refusal(text, status=404, param="model", code="model_not_found")
 
 
 def _name_of(request: Request, options: AnswerOptions) -> str | None:
     """The episode's name, by the path, the header or the user; None if the conversation is to find the episode."""
     name = request.path_params.get("episode") or request.headers.get(SESSION) or options.user
     if name is not None and len(name) > MOST_NAME:
-        raise ApiError(400, f"the episode's name has {len(name)} characters; at most {MOST_NAME}")
+        raise Refusal(f"the episode's name has {len(name)} characters; at most {MOST_NAME}")
     return name or None
 
 
@@ -111,12 +112,12 @@ def _form(service: Service, options: AnswerOptions, own: str, *, chat: bool) -> 
 
 
 async def _replied(
-    request: Request, answers: Sequence[OpenAnswer], form: ReplyForm, options: AnswerOptions, *, shown: bool
+    request: Request, answers: Sequence[OpenAnswer], form: ReplyForm, options: AnswerOptions, *, as_drawn: bool
 ) -> Response:
     """The response, whole or as a stream. If the client goes away before its end, the answers are cancelled. With
-    `shown` a stream has the texts as they are drawn, else at the end of each answer."""
+    `as_drawn` a stream has the texts as they are drawn, else at the end of each answer."""
     if options.stream:
-        return EventStream(_events(answers, form, options, shown=shown), partial(_cancel, answers))
+        return EventStream(_events(answers, form, options, as_drawn=as_drawn), partial(_cancel, answers))
     try:
         whole = await unless_gone(request, _whole(answers))
     finally:
@@ -142,9 +143,9 @@ def _cancel(answers: Sequence[OpenAnswer]) -> None:
 
 
 async def _events(
-    answers: Sequence[OpenAnswer], form: ReplyForm, options: AnswerOptions, *, shown: bool
+    answers: Sequence[OpenAnswer], form: ReplyForm, options: AnswerOptions, *, as_drawn: bool
 ) -> AsyncIterator[str]:
-    """The events of a stream. An error in the middle of it is its last event. `shown` is as in `_replied`."""
+    """The events of a stream. An error in the middle of it is its last event. `as_drawn` is as in `_replied`."""
     whole: list[WholeAnswer] = []
     parts = _merged(answers)
     try:
@@ -153,15 +154,15 @@ async def _events(
         async for index, part in parts:
             if isinstance(part, WholeAnswer):
                 whole.append(part)
-                for chunk in form.last(part, shown=shown):
+                for chunk in form.last(part, text_sent=as_drawn):
                     yield event(chunk)
-            elif (chunk := form.part(index, part, shown=shown)) is not None:
+            elif (chunk := form.part(index, part, with_text=as_drawn)) is not None:
                 yield event(chunk)
         if options.include_usage:
             yield event(form.usage(whole))
         yield DONE
-    except ApiError as error:
-        yield event(error.body)
+    except Refusal as error:
+        yield event(body_of(error))
     finally:
         await parts.aclose()
 
@@ -194,9 +195,9 @@ async def _merged(
 
 
 def _episode(name: str, rows: Sequence[EpisodeRow]) -> dict[str, Any]:
-    """An episode's rows as JSON. Raises ApiError for one without any."""
+    """An episode's rows as JSON. Raises Refusal for one without any."""
     if not rows:
-        raise ApiError(404, f"there is no episode {name!r} with an answer", code="episode_not_found")
+        raise Refusal(f"there is no episode {name!r} with an answer", status=404, code="episode_not_found")
     return {"episode": name, "rows": [{"number": row.number, "turns": [_turn(x) for x in row.turns]} for row in rows]}
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import attrs
+from pydantic import AliasChoices, AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from fppo._errors import json_of, nearest
 from fppo.data.messages import INSTEAD, BadMessage, canonical
 from fppo.data.plain import half_pairs
+from fppo.serve.refusal import Refusal
 
-T = TypeVar("T")
 Message = dict[str, Any]  # {"role", "content", ...}, with contents as one text and arguments of calls as values
-INVALID = "invalid_request_error"
+INVALID, _KINDS = "invalid_request_error", {401: "authentication_error", 429: "rate_limit_error"}
 MOST_CHOICES, MOST_STOPS = 128, 16
 MOST_TOP = 20  # likeliest tokens beside each drawn one
 _SEEDS, _IDS = 1 << 63, 1 << 31
@@ -34,7 +34,6 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "presence_penalty": ((0,), "log-probs are those of the policy alone"),
     "repetition_penalty": ((1,), "log-probs are those of the policy alone"),
     "logit_bias": (({},), "log-probs are those of the policy alone"),
-    "min_p": ((0,), "give top_p"),
     "response_format": (({"type": "text"},), "nothing constrains what is sampled"),
     "reasoning_effort": ((), "give the chat template's argument when the server starts"),
     "function_call": (("none", "auto"), "give tool_choice"),
@@ -50,45 +49,49 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-class ApiError(Exception):
-    """An error in the protocol's form: an HTTP status, a message, a kind, and the parameter that is wrong."""
-
-    def __init__(
-        self, status: int, message: str, *, kind: str = INVALID, param: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The JSON object of the error."""
-        fields = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": fields}
+def body_of(error: Refusal) -> dict[str, Any]:
+    """The JSON object of a refusal, in OpenAI's form."""
+    kind = _KINDS.get(error.status, INVALID if error.status < 500 else "server_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
-def wrong(param: str, message: str, code: str | None = None) -> ApiError:
-    """The error of status 400 for a parameter."""
-    return ApiError(400, f"{param}: {message}", param=param, code=code)
+def wrong(param: str, message: str, code: str | None = None) -> Refusal:
+    """The refusal of a parameter."""
+    return Refusal(f"{param}: {message}", param=param, code=code)
 
 
-@attrs.frozen(kw_only=True)
-class AnswerOptions:
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+NonEmpty = Annotated[str, Field(min_length=1)]
+
+
+class AnswerOptions(BaseModel):
     """The options of a request, for chats and for completions of text alike; None leaves a choice to the server."""
 
-    model: str | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    max_tokens: int | None
-    n: int
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    seed: int | None
-    stream: bool
-    include_usage: bool  # in a last chunk of a stream
-    top_logprobs: int | None  # None: no log-probs; 0: those of the tokens alone; else of so many likeliest ones, too
-    return_token_ids: bool
-    user: str | None
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    model: str | None = None
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, ge=1e-6, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, lt=1)
+    max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    stop: Annotated[list[NonEmpty], BeforeValidator(_listed)] = Field([], max_length=MOST_STOPS)
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    seed: int | None = Field(None, ge=-_SEEDS, lt=_SEEDS)
+    stream: bool = False
+    include_usage: bool = Field(False, validation_alias=AliasPath("stream_options", "include_usage"))
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)  # None: no log-probs; 0: those of the tokens alone
+    return_token_ids: bool = False
+    user: str | None = None
+
+    @property
+    def sampling(self) -> dict[str, float | None]:
+        """The options of `Sampling`, by their names there."""
+        return {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
 
 
 class ForcedCall(NamedTuple):
@@ -117,45 +120,45 @@ class CompletionRequest:
 
 
 def parsed(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises ApiError for any other body."""
+    """The JSON object of a body. Raises Refusal for any other body."""
     try:
         text = body.decode()
         value = json_of(text)
         json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON: {error}"[:500]) from error
+        raise Refusal(f"the body is no JSON: {error}"[:500]) from error
     if not isinstance(value, dict):
-        raise ApiError(400, f"the body is a JSON {type(value).__name__}, not an object")
+        raise Refusal(f"the body is a JSON {type(value).__name__}, not an object")
     if "\\u" in text and half_pairs(value) is not None:  # nothing else than an escape can write one
-        raise ApiError(400, "the body holds half of a surrogate pair, which is no character")
+        raise Refusal("the body holds half of a surrogate pair, which is no character")
     return value
 
 
 def chat_request(body: Mapping[str, Any]) -> ChatRequest:
-    """The request of POST /chat/completions. Raises ApiError."""
+    """The request of POST /chat/completions. Raises Refusal."""
     own = ("messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens", "top_logprobs")
     _check_names(body, (*_COMMON, *own))
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", "give a list of at least one message")
-    with_log_probs, top = (
-        _field(body, "logprobs", _flag, False),
-        _field(body, "top_logprobs", _whole(0, MOST_TOP), None),
-    )
-    if top and not with_log_probs:
-        raise wrong("top_logprobs", "give logprobs = true, too")
-    options = _options(body, (top or 0) if with_log_probs else None, ("max_completion_tokens", "max_tokens"))
+    with_log_probs, top = _flag(body, "logprobs", False), body.get("top_logprobs")
+    top = 0 if with_log_probs and top is None else top
+    options = _options({**body, "top_logprobs": top}, "top_logprobs")
+    if not with_log_probs:
+        if options.top_logprobs:
+            raise wrong("top_logprobs", "give logprobs = true, too")
+        options = options.model_copy(update={"top_logprobs": None})
     read = tuple(_message(message, f"messages[{place}]") for place, message in enumerate(messages))
     tools = _tools(body)
     shown = () if body.get("tool_choice") == "none" else tools
-    if shown and not _field(body, "parallel_tool_calls", _flag, True):
+    if shown and not _flag(body, "parallel_tool_calls", True):
         text = "false is not supported: an answer may hold several calls, and none is dropped; leave it out"
         raise wrong("parallel_tool_calls", text, "unsupported_parameter")
     return ChatRequest(options=options, messages=read, tools=shown, forced=_forced(body.get("tool_choice"), tools))
 
 
 def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
-    """The request of POST /completions. Raises ApiError."""
+    """The request of POST /completions. Raises Refusal."""
     _check_names(body, (*_COMMON, "prompt"))
     prompt = body.get("prompt")
     whole = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and _are_whole(prompt))
@@ -164,9 +167,8 @@ def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
         raise wrong("prompt", "give a text, a list of ids, or a list of either")
     if len(prompts) > MOST_CHOICES:
         raise wrong("prompt", f"{len(prompts)} prompts; give at most {MOST_CHOICES} at once")
-    top = _field(body, "logprobs", _whole(0, MOST_TOP), None)
     read = tuple(_prompt(each, f"prompt[{place}]") for place, each in enumerate(prompts))
-    return CompletionRequest(options=_options(body, top, ("max_tokens",)), prompts=read)
+    return CompletionRequest(options=_options({**body, "top_logprobs": body.get("logprobs")}, "logprobs"), prompts=read)
 
 
 def _prompt(value: Any, name: str) -> str | tuple[int, ...]:
@@ -177,14 +179,8 @@ def _prompt(value: Any, name: str) -> str | tuple[int, ...]:
     return tuple(value)
 
 
-_COMMON = (
-    *("model", "temperature", "top_p", "top_k", "max_tokens", "n", "stop", "stop_token_ids", "seed", "stream"),
-    *("stream_options", "logprobs", "return_token_ids", "user"),
-)
-
-
 def _check_names(body: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise ApiError for unknown parameters, and for known ones that would change the samples."""
+    """Raise Refusal for unknown parameters, and for known ones that would change the samples."""
     for name, value in body.items():
         if name in known or name in _IGNORED or value is None:
             continue
@@ -197,99 +193,52 @@ def _check_names(body: Mapping[str, Any], known: Sequence[str]) -> None:
             raise wrong(name, f"{json.dumps(value)[:100]} is not supported: {advice}", "unsupported_parameter")
 
 
-def _options(body: Mapping[str, Any], top: int | None, lengths: Sequence[str]) -> AnswerOptions:
-    most = [x for x in (_field(body, name, _whole(1), None) for name in lengths) if x is not None]
-    stream, how = _field(body, "stream", _flag, False), body.get("stream_options")
-    if stream and top:
-        name = "top_logprobs" if "top_logprobs" in body else "logprobs"
-        raise wrong(name, "a stream has those of the answer's own tokens alone; give stream = false")
-    if how is not None and not (stream and isinstance(how, dict)):
+def _options(body: Mapping[str, Any], top: str) -> AnswerOptions:
+    """The options of a body, whose "top_logprobs" the client calls `top`. Raises Refusal for all that is wrong."""
+    given = {name: value for name, value in body.items() if value is not None}
+    how = given.get("stream_options")
+    if how is not None and not (given.get("stream") is True and isinstance(how, dict)):
         raise wrong("stream_options", "it is an object, and goes with stream = true")
-    return AnswerOptions(
-        model=_field(body, "model", _text, None),
-        temperature=_field(body, "temperature", _number(0.0, 100.0), None),
-        top_p=_field(body, "top_p", _number(1e-6, 1.0), None),
-        top_k=_field(body, "top_k", _whole(-1), None),
-        max_tokens=most[0] if most else None,
-        n=_field(body, "n", _whole(1, MOST_CHOICES), 1),
-        stop=_field(body, "stop", _stops, ()),
-        stop_token_ids=_field(body, "stop_token_ids", _ids, ()),
-        seed=_field(body, "seed", _whole(-_SEEDS, _SEEDS - 1), None),
-        stream=stream,
-        include_usage=_field(how or {}, "include_usage", _flag, False),
-        top_logprobs=top,
-        return_token_ids=_field(body, "return_token_ids", _flag, False),
-        user=_field(body, "user", _text, None),
-    )
-
-
-def _field(body: Mapping[str, Any], name: str, read: Callable[[Any], T], default: Any) -> Any:
-    """A parameter, or the default where it is missing or null. Raises ApiError for a value that `read` refuses."""
-    value = body.get(name)
-    if value is None:
-        return default
     try:
-        return read(value)
-    except ValueError as error:
-        raise wrong(name, f"{json.dumps(value)[:100]} is not allowed: {error}") from error
+        options = AnswerOptions.model_validate(given)
+    except ValidationError as error:
+        places = [(top if x["loc"][0] == "top_logprobs" else x["loc"][0], *x["loc"][1:]) for x in error.errors()]
+        texts = [
+            f"{path_of(place)}: {json.dumps(x['input'])[:100]} is not allowed: {x['msg'].lower()}"
+            for place, x in zip(places, error.errors(), strict=True)
+        ]
+        raise Refusal("; ".join(texts)[:1000], param=str(places[0][0])) from error
+    if options.stream and options.top_logprobs:
+        raise wrong(top, "a stream has those of the answer's own tokens alone; give stream = false")
+    return options
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def path_of(place: Sequence[str | int]) -> str:
+    """A place in a body, as pydantic says it, as a path: "a.b[0]"."""
+    return "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in place).lstrip(".")
+
+
+def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A parameter that is true or false, or the default where it is missing or null. Raises Refusal."""
+    value = default if body.get(name) is None else body[name]
+    if not isinstance(value, bool):
+        raise wrong(name, f"{json.dumps(value)[:100]} is not allowed: give true or false")
+    return value
 
 
 def _are_whole(values: Sequence[Any]) -> bool:
-    """Whether values of JSON are all whole numbers; `_is_whole` would be called for each token of a prompt."""
+    """Whether values of JSON are all whole numbers, and not true or false."""
     return set(map(type, values)) <= {int}
 
 
-def _whole(low: int, high: int | None = None) -> Callable[[Any], int]:
-    def read(value: Any) -> int:
-        if not _is_whole(value) or value < low or (high is not None and value > high):
-            raise ValueError(f"give a whole number of at least {low}" + ("" if high is None else f", at most {high}"))
-        return value
-
-    return read
-
-
-def _number(low: float, high: float) -> Callable[[Any], float]:
-    def read(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError("give a number")
-        if not low <= value <= high:
-            raise ValueError(f"give a number from {low:g} to {high:g}")
-        return float(value)
-
-    return read
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("give true or false")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("give a text")
-    return value
-
-
-def _stops(value: Any) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or len(texts) > MOST_STOPS or not all(isinstance(x, str) and x for x in texts):
-        raise ValueError(f"give a text, or a list of at most {MOST_STOPS}, none of them empty")
-    return tuple(texts)
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not _are_whole(value) or min(value, default=0) < 0:
-        raise ValueError("give a list of ids, which are numbers from 0 on")
-    return tuple(value)
+_COMMON = (
+    *("model", "temperature", "top_p", "top_k", "min_p", "max_tokens", "n", "stop", "stop_token_ids", "seed", "stream"),
+    *("stream_options", "logprobs", "return_token_ids", "user"),
+)
 
 
 def _message(value: Any, name: str) -> Message:
-    """A message with its contents as one text. Raises ApiError."""
+    """A message with its contents as one text. Raises Refusal."""
     if not isinstance(value, dict):
         raise wrong(name, "a message is an object with role and content")
     role = value.get("role")

@@ -20,7 +20,7 @@ _LETTERS = string.ascii_letters + string.digits
 
 @attrs.frozen(kw_only=True)
 class ReplyForm:
-    """The form of the answers to one request."""
+    """The form of the answers to one request: of a chat or a completion, with log-probs and ids or without."""
 
     id: str
     created: int  # seconds since 1970
@@ -41,19 +41,20 @@ class ReplyForm:
             for index in range(count):
                 yield self._chunk(index, {"role": "assistant", "content": ""})
 
-    def part(self, index: int, part: AnswerPart, *, shown: bool) -> dict[str, Any] | None:
-        """The chunk of a part, with its text if `shown`; None if the chunk would be empty."""
-        text = part.text if shown else ""
+    def part(self, index: int, part: AnswerPart, *, with_text: bool) -> dict[str, Any] | None:
+        """The chunk of a part, with its text or without; None if the chunk would be empty."""
+        text = part.text if with_text else ""
         noted = self._noted(part.tokens, part.log_probs)
         if not text and not (part.tokens and (self.log_probs or self.token_ids)):
             return None
         return self._chunk(index, {"content": text} if self.chat else text, noted, part.tokens)
 
-    def last(self, answer: WholeAnswer, *, shown: bool) -> Iterator[dict[str, Any]]:
-        """The chunks with which an answer's stream ends: its calls, and its text if that was not `shown` before."""
+    def last(self, answer: WholeAnswer, *, text_sent: bool) -> Iterator[dict[str, Any]]:
+        """The chunks with which an answer's stream ends: its calls, and its text unless `text_sent` says that it was
+        sent."""
         if answer.turn.reasoning is not None:
             yield self._chunk(answer.index, {"reasoning_content": answer.turn.reasoning})
-        if not shown and answer.turn.content:
+        if not text_sent and answer.turn.content:
             yield self._chunk(answer.index, {"content": answer.turn.content})
         for place, call in enumerate(_calls(answer)):
             yield self._chunk(answer.index, {"tool_calls": [{"index": place, **call}]})

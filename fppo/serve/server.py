@@ -72,17 +72,22 @@ def serving(
     app: App,
     listener: socket.socket,
     *,
-    most: int | None = None,
+    max_connections: int | None = None,
     head_seconds: float = 10.0,
     idle_seconds: float = 120.0,
 ) -> Iterator[str]:
     """A context in which a thread serves the application; it yields the URL.
 
-    At most `most` connections are open, by default as many as the process has descriptors for. A connection is closed
-    if the head of a request has not come after `head_seconds`, or if none comes for `idle_seconds` after the last
-    request, since an agent's tools may take long. At the end open connections have a few seconds to finish.
+    At most `max_connections` connections are open, by default as many as the process has descriptors for. A connection
+    is closed if the head of a request has not come after `head_seconds`, or if none comes for `idle_seconds` after the
+    last request, since an agent's tools may take long. At the end open connections have a few seconds to finish.
     """
-    acceptor = Acceptor(listener, most=most or most_connections(), head_seconds=head_seconds, idle_seconds=idle_seconds)
+    acceptor = Acceptor(
+        listener,
+        max_connections=max_connections or most_connections(),
+        head_seconds=head_seconds,
+        idle_seconds=idle_seconds,
+    )
     config = uvicorn.Config(
         acceptor.watched(app),
         log_level="error",  # warnings are of what clients send

@@ -15,7 +15,7 @@ from fppo._errors import did_you_mean
 from fppo.data.messages import arguments_of
 from fppo.key import Key
 from fppo.rollout.engine import Sampling
-from fppo.rollout.requests import End, FinishedRequest, QueueFull, Request
+from fppo.rollout.requests import End, FinishedRequest, Request
 from fppo.rollout.scores import Scores
 from fppo.serve.calls import ParsedTurn, Tool
 from fppo.serve.episodes import (
@@ -30,20 +30,21 @@ from fppo.serve.episodes import (
     of_text,
     row_number,
 )
-from fppo.serve.loop import EngineLoop, Event, ServerStopped
+from fppo.serve.loop import EngineLoop, Event, ServerStopped, refusal_of
 from fppo.serve.protocol import (
     MOST_CHOICES,
     AnswerOptions,
-    ApiError,
     ChatRequest,
     CompletionRequest,
     ForcedCall,
     Message,
     wrong,
 )
+from fppo.serve.refusal import Refusal
 from fppo.serve.texts import AnswerReader, Texts
 
-Behind = Callable[[ParsedTurn, Sequence[int]], Conversation]  # a conversation with an answer, from its turn and its ids
+# a conversation with an answer, from its turn and its ids
+WithAnswer = Callable[[ParsedTurn, Sequence[int]], Conversation]
 
 
 @attrs.frozen(kw_only=True)
@@ -62,7 +63,7 @@ class Bounds:
 
 
 class TurnToAnswer(NamedTuple):
-    """A conversation to answer. `added` gives the ids that the conversation adds to a row, and `behind` the
+    """A conversation to answer. `added` gives the ids that the conversation adds to a row, and `with_answer` the
     conversation with its answer.
 
     If a call is `forced`, the answer begins with the ids of `opening`, which are not drawn.
@@ -70,13 +71,13 @@ class TurnToAnswer(NamedTuple):
 
     conversation: Conversation
     added: Callable[[AnswerPlace], list[int]]
-    behind: Behind
+    with_answer: WithAnswer
     tools: Sequence[Tool] = ()
     forced: ForcedCall | None = None
     opening: tuple[int, ...] = ()
 
     def check(self, turn: ParsedTurn, end: End) -> None:
-        """Raise ApiError for an answer that does not begin with its forced call; an answer that was cut may lack the
+        """Raise Refusal for an answer that does not begin with its forced call; an answer that was cut may lack the
         call."""
         if self.forced is None or (turn.calls and turn.calls[0].name in self.forced.functions):
             return
@@ -96,7 +97,7 @@ class AnswerPlan:
     prompt: tuple[int, ...]  # all ids before it
     new: tuple[int, ...]  # the ids of `prompt` that its row does not have yet
     request: Request
-    asked: TurnToAnswer
+    turn: TurnToAnswer
     index: int  # among the answers to a request
 
 
@@ -110,7 +111,7 @@ class AnswerPart(NamedTuple):
 
 @attrs.frozen(eq=False, kw_only=True)
 class WholeAnswer:
-    """An answer that has ended."""
+    """An answer that has ended; if it is `named`, the client named the function that it calls."""
 
     index: int
     turn: ParsedTurn
@@ -137,7 +138,7 @@ class Sources:
     key: Key
     bounds: Bounds
     model: str
-    keeps_sampling: bool = False  # whether temperature, top_p and top_k of requests are ignored
+    keeps_sampling: bool = False  # whether requests' options of sampling are ignored
     anew: bool = False  # whether each answer to a chat begins a row
     repeats: bool = False  # whether ids of calls derive from what draws depend on, as a rollout's must
     row_of: Callable[[str], int] = row_number  # by an episode's name, the number by which its answers are drawn
@@ -151,18 +152,18 @@ class OpenAnswer:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         texts, sampling = service.sources.texts, plan.request.sampling
         stops = () if sampling.stop_texts is None else [text.decode() for text in sampling.stop_texts.texts]
-        continues = plan.asked.conversation.kind != "chat" and texts.goes_on(plan.prompt)
+        continues = plan.turn.conversation.kind != "chat" and texts.goes_on(plan.prompt)
         self._reader = AnswerReader(texts, stops, sampling.stop_token_ids, continues=continues)
         self._closed = False
         loop.submit(plan.request, self._events.put_nowait, along=along)
 
     async def parts(self) -> AsyncIterator[AnswerPart | WholeAnswer]:
-        """The parts of the answer as they are drawn, and at last the whole of it. Raises ApiError."""
+        """The parts of the answer as they are drawn, and at last the whole of it. Raises Refusal."""
         shown = 0
         try:
             while not isinstance(event := await self._events.get(), FinishedRequest):
                 if isinstance(event, Exception):
-                    raise _error_of(event)
+                    raise refusal_of(event)
                 shown += len(event.tokens)
                 yield AnswerPart(self._reader.add(event.tokens), *event)
             tokens, log_probs = event.tokens.tolist(), event.log_probs.tolist()[shown:]
@@ -174,16 +175,10 @@ class OpenAnswer:
             self.cancel()
 
     async def whole(self) -> WholeAnswer:
-        """The answer, once it has ended. Raises ApiError."""
-        try:
-            while not isinstance(event := await self._events.get(), FinishedRequest):
-                if isinstance(event, Exception):
-                    raise _error_of(event)
-            tokens = event.tokens.tolist()
-            _, text = self._reader.close(event.end, tokens)
-            return self._commit(event, tokens, text)
-        finally:
-            self.cancel()
+        """The answer, once it has ended. Raises Refusal."""
+        *_, answer = [part async for part in self.parts()]
+        assert isinstance(answer, WholeAnswer)
+        return answer
 
     def cancel(self) -> None:
         """End the answer and forget it, unless it has ended."""
@@ -194,12 +189,12 @@ class OpenAnswer:
 
     def _commit(self, event: FinishedRequest, tokens: Sequence[int], text: str) -> WholeAnswer:
         plan, texts = self.plan, self._service.sources.texts
-        asked, opened = plan.asked, len(plan.asked.opening)
+        asked, opened = plan.turn, len(plan.turn.opening)
         before = plan.prompt[: len(plan.prompt) - opened]
         turn = texts.parsed(text, tokens, before, asked.tools, asked.opening)
         said = texts.decoded(asked.opening) + text if opened else text
         self._closed = True
-        self._service.close(plan, RecordedTurn(plan.new, event, said, opened), asked.behind(turn, tokens))
+        self._service.close(plan, RecordedTurn(plan.new, event, said, opened), asked.with_answer(turn, tokens))
         asked.check(turn, event.end)
         named = asked.forced is not None and asked.forced.named
         return WholeAnswer(
@@ -233,9 +228,9 @@ class Service:
 
     @property
     def loop(self) -> EngineLoop:
-        """The engine's loop. Raises ApiError where there is none."""
+        """The engine's loop. Raises Refusal where there is none."""
         if self._loop is None:
-            raise ApiError(503, "the policy takes no requests now", kind="server_error")
+            raise Refusal("the policy takes no requests now", status=503)
         return self._loop
 
     def problem(self) -> str | None:
@@ -244,7 +239,7 @@ class Service:
         return None if failure is None else f"the engine failed: {type(failure).__name__}"
 
     def chat(self, request: ChatRequest, episode: str | None) -> list[OpenAnswer]:
-        """The answers to a conversation, being drawn. Raises ApiError."""
+        """The answers to a conversation, being drawn. Raises Refusal."""
         messages, tools, texts, forced = request.messages, request.tools, self.sources.texts, request.forced
         opening = () if forced is None else texts.opening(forced, tools)
         conversation = of_messages(messages, tools)
@@ -252,21 +247,21 @@ class Service:
             conversation = conversation._replace(cuts=())
 
         def added(start: AnswerPlace) -> list[int]:
-            if not start.seen or start.end is None:
+            if not start.items_seen or start.end is None:
                 ids = texts.prompt(messages, tools)
             else:
-                ids = texts.observation(messages[: start.seen], messages[start.seen :], start.end, tools)
+                ids = texts.observation(messages[: start.items_seen], messages[start.items_seen :], start.end, tools)
             return [*ids, *opening]
 
-        def behind(turn: ParsedTurn, ids: Sequence[int]) -> Conversation:
+        def with_answer(turn: ParsedTurn, ids: Sequence[int]) -> Conversation:
             del ids
-            return conversation.behind(items_of([said_of(turn)]))
+            return conversation.with_answer(items_of([said_of(turn)]))
 
-        turn = TurnToAnswer(conversation, added, behind, tools, forced, opening)
+        turn = TurnToAnswer(conversation, added, with_answer, tools, forced, opening)
         return self._opened(request.options, [turn], episode)
 
     def completions(self, request: CompletionRequest, episode: str | None) -> list[OpenAnswer]:
-        """The continuations of texts or ids, being drawn. Raises ApiError."""
+        """The continuations of texts or ids, being drawn. Raises Refusal."""
         of = [self._of_text(x) if isinstance(x, str) else self._of_ids(x) for x in request.prompts]
         return self._opened(request.options, of, episode)
 
@@ -276,16 +271,16 @@ class Service:
         texts, conversation = self.sources.texts, of_text(prompt)
         return TurnToAnswer(
             conversation,
-            lambda start: texts.text(prompt[start.seen :], before=prompt[: start.seen]),
-            lambda turn, ids: conversation.behind(of_text(texts.all_of(ids, turn.content)).items),
+            lambda start: texts.text(prompt[start.items_seen :], before=prompt[: start.items_seen]),
+            lambda turn, ids: conversation.with_answer(of_text(texts.all_of(ids, turn.content)).items),
         )
 
     def _of_ids(self, prompt: tuple[int, ...]) -> TurnToAnswer:
         texts, conversation = self.sources.texts, of_ids(prompt)
         return TurnToAnswer(
             conversation,
-            lambda start: texts.checked(prompt[start.seen :]),
-            lambda turn, ids: conversation.behind(of_ids(ids).items),
+            lambda start: texts.checked(prompt[start.items_seen :]),
+            lambda turn, ids: conversation.with_answer(of_ids(ids).items),
         )
 
     def _opened(self, options: AnswerOptions, turns: Sequence[TurnToAnswer], episode: str | None) -> list[OpenAnswer]:
@@ -295,7 +290,7 @@ class Service:
             raise wrong("n", f"{count} answers to {len(turns)} prompts; at most {MOST_CHOICES} at once")
         if self._open + count > most:
             text = f"{self._open} answers are being drawn, and at most {most} may be; try again later"
-            raise ApiError(429, text, kind="rate_limit_error", code="queue_full")
+            raise Refusal(text, status=429, code="queue_full")
         answers: list[OpenAnswer] = []
         try:
             for asked in turns:
@@ -309,20 +304,20 @@ class Service:
             raise
         return answers
 
-    def _open_one(self, options: AnswerOptions, asked: TurnToAnswer, episode: str | None, index: int) -> OpenAnswer:
+    def _open_one(self, options: AnswerOptions, turn: TurnToAnswer, episode: str | None, index: int) -> OpenAnswer:
         loop = self.loop
-        start = self.episodes.begin(episode, asked.conversation)
+        start = self.episodes.begin(episode, turn.conversation)
         self._open += 1
         plan = None
         try:
-            new = tuple(asked.added(start))
+            new = tuple(turn.added(start))
             prompt = (*start.before, *new)
             plan = AnswerPlan(
                 start=start,
                 prompt=prompt,
                 new=prompt if start.row is None else new,
-                request=self._request(options, asked.conversation.kind, start, prompt, len(new), index),
-                asked=asked,
+                request=self._request(options, turn.conversation.kind, start, prompt, len(new), index),
+                turn=turn,
                 index=index,
             )
             return OpenAnswer(self, plan, loop, along=options.stream)
@@ -330,14 +325,14 @@ class Service:
             self._open -= 1
             self.episodes.abandon(start)
             if isinstance(error, ServerStopped):
-                raise _error_of(error) from error
+                raise refusal_of(error) from error
             raise
 
     def _request(
         self, options: AnswerOptions, kind: Kind, start: AnswerPlace, prompt: tuple[int, ...], new: int, index: int
     ) -> Request:
-        """The engine's request; the last `new` ids of `prompt` are not in its row yet. Raises ApiError for an empty
-        prompt, or if there is no room for an answer."""
+        """The engine's request for answer number `index` of a client's request; the last `new` ids of `prompt` are not
+        in its row yet. Raises Refusal for an empty prompt, or if there is no room for an answer."""
         sources, bounds = self.sources, self.sources.bounds
         name = "messages" if kind == "chat" else "prompt"
         if not prompt:
@@ -369,15 +364,9 @@ class Service:
 
     def _sampling(self, options: AnswerOptions, kind: Kind, most: int) -> Sampling:
         """The sampling of an answer of at most `most` tokens: by the request's options, else by the server's. Raises
-        ApiError."""
+        Refusal."""
         sampling, texts = self.sources.sampling, self.sources.texts
-        given = {"top_p": options.top_p, "top_k": options.top_k}
-        changes = {name: value for name, value in given.items() if value is not None}
-        temperature = options.temperature
-        if self.sources.keeps_sampling:
-            changes, temperature = {}, None
-        if changes.get("top_k") == -1:
-            changes["top_k"] = None
+        given = {} if self.sources.keeps_sampling else options.sampling
         tokens, stop = texts.stops(options.stop, sampling.stop_texts)
         unknown = [token for token in options.stop_token_ids if token >= texts.vocabulary]
         if unknown:
@@ -386,9 +375,9 @@ class Service:
         ends = tuple(dict.fromkeys((*sampling.stop_token_ids, *of_turns, *tokens, *options.stop_token_ids)))
         try:
             how = {"n": 1, "max_tokens": most, "stop_token_ids": ends, "stop_texts": stop}
-            return attrs.evolve(sampling if temperature is None else sampling.at(temperature), **how, **changes)
+            return attrs.evolve(sampling.with_options(given), **how)
         except ValueError as error:
-            raise ApiError(400, str(error)) from error
+            raise Refusal(str(error)) from error
 
     def close(self, plan: AnswerPlan, turn: RecordedTurn | None, whole: Conversation | None = None) -> None:
         """Close an answer, and record it as `turn`, which ends the conversation `whole`; None: it has not ended, or
@@ -406,8 +395,8 @@ class Service:
         self.episodes.commit(plan.start, turn, whole)
 
     def origin(self, plan: AnswerPlan) -> str:
-        """A name of an answer that no other server gives; with `Sources.repeats`, a name by the key, row and length
-        that the answer's draws depend on."""
+        """A name of an answer that no other server gives; or, where rollouts must repeat, one by the key, row and
+        length that the answer's draws depend on."""
         request = plan.request
         if self.sources.repeats:
             return f"{request.key.seed}/{request.row}/{len(plan.prompt)}"
@@ -429,17 +418,6 @@ def said_of(turn: ParsedTurn) -> Message:
     return {"role": "assistant", "content": turn.content} | ({"tool_calls": calls} if calls else {})
 
 
-def _no_call(why: str) -> ApiError:
+def _no_call(reason: str) -> Refusal:
     """The error of an answer without the call that was forced."""
-    return ApiError(422, f"tool_choice: {why}", param="tool_choice", code="tool_use_failed")
-
-
-def _error_of(error: BaseException) -> ApiError:
-    """The protocol's error for one of the engine's."""
-    if isinstance(error, QueueFull):
-        return ApiError(429, f"{error}; try again later", kind="rate_limit_error", code="queue_full")
-    if isinstance(error, ServerStopped):
-        return ApiError(503, str(error), kind="server_error")
-    if isinstance(error, ValueError):
-        return ApiError(400, str(error))
-    return ApiError(500, f"the engine failed: {type(error).__name__}", kind="server_error")
+    return Refusal(f"tool_choice: {reason}", status=422, param="tool_choice", code="tool_use_failed")

@@ -15,7 +15,8 @@ from fppo.data.stops import StopTexts, token_pieces
 from fppo.data.tokenizers import encode_after, encode_text, within
 from fppo.rollout.turns.observations import ChatTemplate, chat_template
 from fppo.serve.calls import CallForm, ParsedTurn, ReadTurn, Tool, form_of, reader_of
-from fppo.serve.protocol import ApiError, ForcedCall, Message, wrong
+from fppo.serve.protocol import ForcedCall, Message, wrong
+from fppo.serve.refusal import Refusal
 
 _UNFINISHED = "\ufffd"
 
@@ -25,7 +26,8 @@ class Texts:
     """Conversion of a policy's texts to ids and back; its embedding has `vocabulary` rows.
 
     `template` encodes the messages after the policy's turns; None for a tokenizer without a chat template, which serves
-    completions alone. `ends` are the tokens that end a turn of a chat. `texts_of` makes one from a tokenizer.
+    completions alone. `ends` are the tokens that end a turn of a chat. `pieces` are the bytes of every token.
+    `texts_of` makes one from a tokenizer.
     """
 
     tokenizer: Any
@@ -40,7 +42,7 @@ class Texts:
     word: tuple[int, ...]  # the ids of a word, after which others may be decoded
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """The ids of a conversation up to the policy's turn. Raises ApiError for a conversation that the template
+        """The ids of a conversation up to the policy's turn. Raises Refusal for a conversation that the template
         refuses, or does not show in full."""
         template = self._with(tools)
         try:
@@ -52,7 +54,7 @@ class Texts:
     def observation(
         self, before: Sequence[Message], messages: Sequence[Message], end: int, tools: Sequence[Tool]
     ) -> list[int]:
-        """The ids of messages that follow an answer whose last id is `end`. Raises ApiError as `prompt` does."""
+        """The ids of messages that follow an answer whose last id is `end`. Raises Refusal as `prompt` does."""
         named = named_tools([*before, *messages])[len(before) :]
         try:
             return self._known(self._with(tools)(named, end))
@@ -61,7 +63,7 @@ class Texts:
 
     def opening(self, forced: ForcedCall, tools: Sequence[Tool] = ()) -> tuple[int, ...]:
         """The ids with which every call of these functions begins, as the chat template writes a call after its prompt.
-        Raises ApiError if the form of calls is not known; the error says so if the template does not even show
+        Raises Refusal if the form of calls is not known; the error says so if the template does not even show
         `tools`."""
         form = self.form
         texts = [] if form is None else [(text, form.before) for text in form.texts(forced.functions)]
@@ -84,21 +86,23 @@ class Texts:
         )
 
     def checked(self, ids: Sequence[int]) -> list[int]:
-        """The ids of a request. Raises ApiError for ids that the policy does not know."""
+        """The ids of a request. Raises Refusal for ids that the policy does not know."""
         if (top := max(ids)) >= self.vocabulary:
             raise wrong("prompt", f"the id {top} is beyond the policy's {self.vocabulary} tokens")
         return list(ids)
 
-    def stops(self, texts: Sequence[str], beside: StopTexts | None = None) -> tuple[tuple[int, ...], StopTexts | None]:
+    def stops(
+        self, texts: Sequence[str], server_stops: StopTexts | None = None
+    ) -> tuple[tuple[int, ...], StopTexts | None]:
         """The tokens and the stop texts that end an answer, for the `texts` that a request names; the stop texts
-        `beside` end it as well."""
+        `server_stops` end it as well."""
         if not texts:
-            return (), beside
+            return (), server_stops
         tokens = tuple(self.ids[text] for text in texts if self.ids.get(text, self.vocabulary) < self.vocabulary)
         named = stop_texts(self.tokenizer, texts, like=StopTexts((), self.pieces))
-        if named is None or beside is None:
-            return tokens, named or beside
-        return tokens, StopTexts(tuple(dict.fromkeys((*beside.texts, *named.texts))), self.pieces)
+        if named is None or server_stops is None:
+            return tokens, named or server_stops
+        return tokens, StopTexts(tuple(dict.fromkeys((*server_stops.texts, *named.texts))), self.pieces)
 
     def decoded(self, ids: Sequence[int]) -> str:
         """The text of ids, with special tokens."""
@@ -140,7 +144,7 @@ class Texts:
 
     def _with(self, tools: Sequence[Tool]) -> ChatTemplate:
         if self.template is None:
-            raise ApiError(400, "the policy's tokenizer has no chat template: ask /v1/completions")
+            raise Refusal("the policy's tokenizer has no chat template: ask /v1/completions")
         if not tools:
             return self.template
         options = attrs.evolve(self.options, tools=tuple(tools))

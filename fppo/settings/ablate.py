@@ -7,6 +7,7 @@ from typing import Annotated
 import attrs
 import tyro
 
+from fppo.devices import wrong_name
 from fppo.fields import above, at_least, flag_problems, nonempty, output_file, place, setting
 
 SHAPE = "write sizes as N=256,H=512"
@@ -48,8 +49,8 @@ class AblateSettings:
     """How long an implementation's laws may take to check, in each dtype; 0: they are not checked."""
     threads: int | None = setting(None, at_least(1))
     """Threads of the CPU; None: torch's choice."""
-    device: str = setting("auto", nonempty("give auto, cpu or cuda"))
-    """Where it runs: auto (a GPU if there is one), cpu, cuda or cuda:N."""
+    device: str = setting("auto", wrong_name)
+    """Where it runs: auto (an accelerator if there is one), cpu, cuda or cuda:N (ROCm too), xpu, npu or mps."""
     json: str | None = setting(None, place, output_file)
     """Write everything to this JSON file."""
     png: str | None = setting(None, place, output_file)

@@ -80,7 +80,7 @@ def unread(options: BiasSettings) -> list[str]:
 
 def _too_many(options: BiasSettings, *, of_run: bool) -> list[str]:
     """A line if a world has too many groups of responses to sum over, else none. Groups have the largest size in `n`
-    for the table of estimators, and two responses elsewhere."""
+    for the table of estimators, and two responses elsewhere, as for lines about a run (`of_run`)."""
     others, last = options.vocabulary - 1, options.horizon - 1
     n = max(options.n) if "estimators" in options.names and not of_run else 2
     responses = sum(others**length for length in range(last)) + others**last * options.vocabulary

@@ -8,10 +8,11 @@ from typing import Any
 
 import attrs
 
-from fppo.fields import Problem, Problems, name_of, unread, value_at, wrong, wrong_values
+from fppo.fields import Problem, Problems, name_of, problem_at, unread_problems, value_at, wrong_values
 from fppo.settings.checks_data import data_problems, eval_problems, reward_problems
 from fppo.settings.checks_places import mesh_rules, placement_problems
 from fppo.settings.checks_rollout import rollout_problems
+from fppo.settings.checks_sft import pass_problems, rate_problems
 from fppo.settings.component import part_problems, signature_of, value_of
 from fppo.settings.resolve import hindrances, passes_before_update, sharing_hindrances
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS, VALUE_HEADS
@@ -82,22 +83,22 @@ def _model(s: TrainSettings) -> Problems:
         ("model.share_prompts", s.model.share_prompts, sharing_hindrances),
     ):
         for path, value, why in found(s) if on is True else ():
-            yield wrong(s, setting, f"{path} = {value!r} {why}; leave one of them out")
+            yield problem_at(s, setting, f"{path} = {value!r} {why}; leave one of them out")
     if not s.algorithm.uses_critic:
-        yield from unread(s, ["model.critic_path"], 'algorithm.advantage = "gae"')
+        yield from unread_problems(s, ["model.critic_path"], 'algorithm.advantage = "gae"')
     elif not s.uses_critic_model:
         names = ("compute_dtype", "checkpoint_layers", "offload", "micro_batch_size", "token_budget", "popart")
-        yield from unread(s, ["model.critic_path", *(f"critic.{x}" for x in names)], 'critic.reads = "tokens"')
+        yield from unread_problems(s, ["model.critic_path", *(f"critic.{x}" for x in names)], 'critic.reads = "tokens"')
     elif s.critic.ensemble > 1:
         text = 'its members read what the policy\'s pass finds: give critic.reads = "hidden" or "confidence"'
-        yield wrong(s, "critic.ensemble", text)
+        yield problem_at(s, "critic.ensemble", text)
     if s.critic.ensemble == 1:
-        yield from unread(s, ["critic.leave_agreed", "critic.leave_disputed"], "critic.ensemble > 1")
+        yield from unread_problems(s, ["critic.leave_agreed", "critic.leave_disputed"], "critic.ensemble > 1")
     elif s.actor.entropy_coef == 0:
-        yield from unread(s, ["critic.leave_disputed"], "actor.entropy_coef != 0")
+        yield from unread_problems(s, ["critic.leave_disputed"], "actor.entropy_coef != 0")
     if not s.uses_reference:
         readers = "a KL term; actor.kl_coef and algorithm.kl.coef are both 0"
-        yield from unread(s, ["model.ref_path", "model.ref_dtype", "model.ref_offload"], readers)
+        yield from unread_problems(s, ["model.ref_path", "model.ref_dtype", "model.ref_offload"], readers)
     yield from _teacher(s)
 
 
@@ -105,21 +106,21 @@ def _teacher(s: TrainSettings) -> Problems:
     """Yield the conflicts of a teacher with other settings."""
     names = ["model.teacher_path", "model.teacher_dtype", "model.teacher_offload"]
     if s.data.teacher_prompt is None:
-        yield from unread(s, ["data.teacher_prompt_tokens"], "data.teacher_prompt")
+        yield from unread_problems(s, ["data.teacher_prompt_tokens"], "data.teacher_prompt")
     if not s.uses_teacher:
-        yield from unread(s, [*names, "data.teacher_prompt"], 'algorithm.advantage = "distill"')
+        yield from unread_problems(s, [*names, "data.teacher_prompt"], 'algorithm.advantage = "distill"')
         return
     if s.data.teacher_prompt is not None and s.rollout.environment.used:
         text = "the prompts are an environment's, and rows have none to take its place; leave it out"
-        yield wrong(s, "data.teacher_prompt", text)
+        yield problem_at(s, "data.teacher_prompt", text)
     name = s.algorithm.advantage.name
     if s.model.teacher_path is None:
         text = f"is not set, and {name} holds the policy to it; give the name or directory of a Hugging Face model"
-        yield wrong(s, "model.teacher_path", text)
+        yield problem_at(s, "model.teacher_path", text)
     scored = value_of(s.algorithm.advantage, ESTIMATORS, "score_coef")
     if s.algorithm.kl.coef > 0 and not any(map(s.algorithm.reads, ("rows", "rewards", "scores", "outcomes"))):
         text = f"{name} does not read the token rewards, where the penalty would be; give actor.kl_coef in its place"
-        yield wrong(s, "algorithm.kl.coef", text)
+        yield problem_at(s, "algorithm.kl.coef", text)
     if s.has_reward:
         return
     if scored:
@@ -127,7 +128,7 @@ def _teacher(s: TrainSettings) -> Problems:
         yield Problem("algorithm.advantage.score_coef", s.algorithm.advantage.keywords.get("score_coef"), text)
     if s.has_held_out and s.eval.temperature == 0:
         text = f"held-out responses are measured by their divergence from the teacher ({name}, no reward), which is "
-        yield wrong(s, "eval.temperature", f"{text}one of sampled responses; give 1.0, or reward functions")
+        yield problem_at(s, "eval.temperature", f"{text}one of sampled responses; give 1.0, or reward functions")
 
 
 def _algorithm(s: TrainSettings) -> Problems:
@@ -135,19 +136,19 @@ def _algorithm(s: TrainSettings) -> Problems:
     signature = signature_of(part.name, ESTIMATORS)
     decays = [value_of(part, ESTIMATORS, "lam_alpha") is not None, value_of(part, ESTIMATORS, "critic_lam") is not None]
     if signature is not None and ("kernel" not in signature.functions or decays == [True, False]):
-        yield from unread(s, ["algorithm.gae"], 'algorithm.advantage = "gae" with one decay for all rows')
+        yield from unread_problems(s, ["algorithm.gae"], 'algorithm.advantage = "gae" with one decay for all rows')
     if a.reads("correction_weights"):
         level = value_of(a.correction, CORRECTIONS, "level")
         if level != "token" or value_of(a.correction, CORRECTIONS, "batch_normalize"):
             text = f"{part.name} traces the weights of single tokens: give rollout, with level = token"
-            yield wrong(s, "algorithm.correction.name", text)
+            yield problem_at(s, "algorithm.correction.name", text)
     yield from _kl(s)
     if source == "update" and (reasons := passes_before_update(s)):
         text = f"they are needed before the update: {'; '.join(reasons)}; give pass, or leave it out"
-        yield wrong(s, "algorithm.old_log_probs", text)
+        yield problem_at(s, "algorithm.old_log_probs", text)
     if source == "engine" and a.correction.name != "none":
         text = "algorithm.correction would compare the engine's with themselves, and all weights be 1; leave one out"
-        yield wrong(s, "algorithm.old_log_probs", text)
+        yield problem_at(s, "algorithm.old_log_probs", text)
 
 
 def _kl(s: TrainSettings) -> Problems:
@@ -155,76 +156,82 @@ def _kl(s: TrainSettings) -> Problems:
     kl, part = s.algorithm.kl, s.algorithm.advantage
     if kl.controller == "adaptive" and kl.coef == 0:
         text = "the adaptive controller multiplies coef, which is 0; give a first algorithm.kl.coef"
-        yield wrong(s, "algorithm.kl.controller", text)
+        yield problem_at(s, "algorithm.kl.controller", text)
     if kl.controller == "fixed":
-        yield from unread(s, ["algorithm.kl.target", "algorithm.kl.horizon"], "the adaptive controller")
+        yield from unread_problems(s, ["algorithm.kl.target", "algorithm.kl.horizon"], "the adaptive controller")
     if kl.coef == 0:
-        yield from unread(s, ["algorithm.kl.kind"], "algorithm.kl.coef > 0")
+        yield from unread_problems(s, ["algorithm.kl.kind"], "algorithm.kl.coef > 0")
     elif kl.kind not in ("k1", "k1+"):
         text = "is for losses: penalties of its value do not add up to the divergence's gradient; give k1"
-        yield wrong(s, "algorithm.kl.kind", text)
-    if kl.coef > 0 and s.algorithm.reads("named_scores"):
-        text = "compares the reward's functions one by one, and would not see it; give actor.kl_coef in its place"
-        yield wrong(s, "algorithm.kl.coef", f"{part.name} {text}")
+        yield problem_at(s, "algorithm.kl.kind", text)
+    for column, what in (("named_scores", "the reward's functions one by one"), ("step_rewards", "rewards of steps")):
+        if kl.coef > 0 and s.algorithm.reads(column):
+            text = f"{part.name} compares {what}, and would not see it; give actor.kl_coef in its place"
+            yield problem_at(s, "algorithm.kl.coef", text)
     if s.actor.kl_coef == 0:
-        yield from unread(s, ["actor.kl_kind"], "actor.kl_coef > 0")
+        yield from unread_problems(s, ["actor.kl_kind"], "actor.kl_coef > 0")
     elif s.actor.kl_kind == "k1":
         text = "its expected gradient is 0, which makes it no KL term; give k3, or k2, whose is the divergence's"
-        yield wrong(s, "actor.kl_kind", text)
+        yield problem_at(s, "actor.kl_kind", text)
 
 
 def _experts(s: TrainSettings) -> Problems:
     experts, replay = s.actor.experts, s.algorithm.router_replay
     if experts.balance_coef > 0 and replay == "none":
         text = "it takes the loads of a whole mini-batch, as router_replay has them; give algorithm.router_replay"
-        yield wrong(s, "actor.experts.balance_coef", text)
+        yield problem_at(s, "actor.experts.balance_coef", text)
     if s.model.compile_layers:
         text = "compiled layers do not tell what routers choose; leave out model.compile_layers"
         names = [name for name, rate in attrs.asdict(experts).items() if rate > 0]
-        yield from (wrong(s, f"actor.experts.{name}", text) for name in names)
+        yield from (problem_at(s, f"actor.experts.{name}", text) for name in names)
         if replay != "none":
-            yield wrong(s, "algorithm.router_replay", text)
+            yield problem_at(s, "algorithm.router_replay", text)
     if replay == "rollout" and s.rollout.engine == "vllm" and s.rollout.from_ is None:
         text = "vLLM tells experts from its model runner V2 alone, for which fppo does not draw; "
         text += 'give "old_log_probs", or rollout.engine = "embedded"'
-        yield wrong(s, "algorithm.router_replay", text)
+        yield problem_at(s, "algorithm.router_replay", text)
 
 
 def _lora(s: TrainSettings) -> Problems:
     """Yield the conflicts of other settings with adapters."""
     lora, critic = s.model.lora, s.uses_critic_model
     if not lora.used:
-        names = ("alpha", "scaling", "targets", "reference", "send", "base", "critic_rank")
-        yield from unread(s, (f"model.lora.{name}" for name in names), "model.lora.rank > 0")
+        names = ("alpha", "scaling", "targets", "exclude", "reference", "send", "base")
+        names += ("critic_rank", "critic_path")
+        yield from unread_problems(s, (f"model.lora.{name}" for name in names), "model.lora.rank > 0")
         return
     if lora.path is not None:
         text = f"the adapter in model.lora.path = {lora.path!r} says it"
-        names = ("rank", "alpha", "scaling", "targets")
-        found = unread(s, (f"model.lora.{name}" for name in names), "")
+        names = ("rank", "alpha", "scaling", "targets", "exclude")
+        found = unread_problems(s, (f"model.lora.{name}" for name in names), "")
         yield from (problem._replace(text=text) for problem in found)
     reader = "no model.ref_path" if lora.path is not None else "model.lora.path: a fresh adapter starts as the base"
     if lora.path is None or s.model.ref_path is not None:
-        yield from unread(s, ["model.lora.reference"], reader)
+        yield from unread_problems(s, ["model.lora.reference"], reader)
     if not critic:
-        yield from unread(s, ["model.lora.critic_rank"], "a critic that is a model")
+        names = ("critic_rank", "critic_path")
+        yield from unread_problems(s, (f"model.lora.{name}" for name in names), "a critic that is a model")
+    elif lora.critic_path is not None and lora.critic_rank is not None:
+        text = f"the adapter in model.lora.critic_path = {lora.critic_path!r} says it; leave it out"
+        yield problem_at(s, "model.lora.critic_rank", text)
     if s.rollout.engine != "vllm":
-        yield from unread(s, ["model.lora.send"], 'rollout.engine = "vllm"')
+        yield from unread_problems(s, ["model.lora.send"], 'rollout.engine = "vllm"')
     elif lora.send == "alone":
         reader = 'model.lora.send = "merged": of an adapter that goes alone all factors do'
-        yield from unread(s, ["rollout.vllm.send"], reader)
+        yield from unread_problems(s, ["rollout.vllm.send"], reader)
     if s.model.compile_layers:
-        yield wrong(s, "model.compile_layers", "compiled layers take no adapters yet; leave it or model.lora out")
+        yield problem_at(s, "model.compile_layers", "compiled layers take no adapters yet; leave it or model.lora out")
     text = "the base of adapters stays on the device; give moments, or leave it out"
     if s.model.offload == "all":
-        yield wrong(s, "model.offload", text)
+        yield problem_at(s, "model.offload", text)
     if critic and lora.of_critic and s.critic.offload == "all":
-        yield wrong(s, "critic.offload", text)
+        yield problem_at(s, "critic.offload", text)
     if s.model.ref_path is None:
         reader = "a reference of its own (model.ref_path): with adapters it stands on their base"
-        yield from unread(s, ["model.ref_dtype", "model.ref_offload"], reader)
+        yield from unread_problems(s, ["model.ref_dtype", "model.ref_offload"], reader)
     if s.actor.experts.bias_rate > 0:
         text = "the biases of routers are in the frozen base of the adapter; leave it out"
-        yield wrong(s, "actor.experts.bias_rate", text)
+        yield problem_at(s, "actor.experts.bias_rate", text)
 
 
 def _critic(s: TrainSettings) -> Problems:
@@ -233,21 +240,21 @@ def _critic(s: TrainSettings) -> Problems:
     if not s.algorithm.uses_critic:
         return
     if signature is not None and "bins" in signature.keywords:
-        yield from unread(s, ["critic.popart"], "heads of one output, as critic.loss = mse or huber")
+        yield from unread_problems(s, ["critic.popart"], "heads of one output, as critic.loss = mse or huber")
     if not critic.pretrain:
-        yield from unread(s, ["critic.pretrain_patience", "critic.pretrain_rise"], "critic.pretrain > 0")
+        yield from unread_problems(s, ["critic.pretrain_patience", "critic.pretrain_rise"], "critic.pretrain > 0")
     elif critic.warmup_steps:
         text = f"critic.pretrain = {critic.pretrain} is given too, and fits the critic first as well; give one of them"
-        yield wrong(s, "critic.warmup_steps", text)
+        yield problem_at(s, "critic.warmup_steps", text)
     elif critic.pretrain >= s.steps:
         text = f"the policy might never be updated in {s.steps} steps; give fewer than steps"
-        yield wrong(s, "critic.pretrain", text)
+        yield problem_at(s, "critic.pretrain", text)
     if critic.freeze and not (s.model.critic_path or critic.pretrain or critic.warmup_steps):
         text = "it would stay as it is drawn; give model.critic_path, critic.pretrain or critic.warmup_steps"
-        yield wrong(s, "critic.freeze", text)
+        yield problem_at(s, "critic.freeze", text)
     if critic.warmup_steps >= s.steps:
         text = f"the actor would never be updated in {s.steps} steps; give fewer than steps"
-        yield wrong(s, "critic.warmup_steps", text)
+        yield problem_at(s, "critic.warmup_steps", text)
     yield from _updates(s, "critic")
 
 
@@ -257,29 +264,16 @@ def _updates(s: TrainSettings, name: str) -> Problems:
     mini = section.mini_batch(size, s.rollout.n)
     if mini >= 1 and size % mini:
         text = f"must divide rollout.batch_size = {size}; both count sequences"
-        yield wrong(s, f"{name}.mini_batch_size", text)
+        yield problem_at(s, f"{name}.mini_batch_size", text)
     if section.draw_by == "prompt" and mini % s.rollout.n:
         text = f"must be a multiple of rollout.n = {s.rollout.n}, the rows of a prompt, with {name}.draw_by = prompt"
-        yield wrong(s, f"{name}.mini_batch_size", text)
-    if section.micro_batch_size and section.token_budget:
-        text = f"{name}.token_budget = {section.token_budget} is given too; give one of the two, 0 turns the other off"
-        yield wrong(s, f"{name}.micro_batch_size", text)
-    if section.token_budget == 0 and not section.micro_batch_size:
-        yield wrong(s, f"{name}.token_budget", f"{name}.micro_batch_size is off too; give one of the two")
+        yield problem_at(s, f"{name}.mini_batch_size", text)
+    yield from pass_problems(s, name, "rollout.max_tokens")
     if section.micro_batch_size and section.micro_batch_size > mini:
-        yield wrong(s, f"{name}.micro_batch_size", f"must be at most the mini-batch of {mini} sequences")
-    by_length = f'{name}.weight_mode = "seq-mean-token-sum-norm"'
-    if section.weight_mode != "seq-mean-token-sum-norm":
-        yield from unread(s, [f"{name}.horizon"], by_length)
-    elif section.horizon is None:
-        yield wrong(s, f"{name}.horizon", f"{by_length} divides by it; give one, as rollout.max_tokens")
+        yield problem_at(s, f"{name}.micro_batch_size", f"must be at most the mini-batch of {mini} sequences")
     steps, updates = s.actor_steps if name == "actor" else s.steps, section.updates(size, s.rollout.n)
-    if section.optimizer.warmup_steps >= steps * updates:
-        text = f"must be less than the run's {steps * updates} updates ({steps} steps of {updates})"
-        yield wrong(s, f"{name}.optimizer.warmup_steps", text)
+    words = f"the run's {steps * updates} updates ({steps} steps of {updates})"
+    yield from rate_problems(section.optimizer, f"{name}.optimizer", steps * updates, words)
     if section.optimizer.schedule == "constant":
         reader = "the linear, cosine, exponential and wsd schedules"
-        yield from unread(s, [f"{name}.optimizer.min_lr_ratio"], reader)
-    elif section.optimizer.schedule == "exponential" and not section.optimizer.min_lr_ratio:
-        text = "the exponential schedule falls by a factor and never comes to 0; give a part of lr, as 0.01"
-        yield wrong(s, f"{name}.optimizer.min_lr_ratio", text)
+        yield from unread_problems(s, [f"{name}.optimizer.min_lr_ratio"], reader)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fppo.fields import FUNCTION, Problem, Problems, cluster_problems, unread, value_at, wrong
+from fppo.fields import FUNCTION, Problem, Problems, cluster_problems, hinder, problem_at, unread_problems, value_at
 from fppo.rollout.turns.tools import TOOLS
 from fppo.rollout.vllm.options import conflicts
 from fppo.settings.placement import places_of
@@ -37,7 +37,7 @@ def rollout_problems(s: TrainSettings) -> Problems:
     yield from _turns(s)
     yield from _sampling(s)
     if s.rollout.exact:
-        yield from (wrong(s, "rollout.exact", f"{text}; leave one of them out") for text in exact_hindrances(s))
+        yield from (problem_at(s, "rollout.exact", f"{text}; leave one of them out") for text in exact_hindrances(s))
 
 
 def _engine(s: TrainSettings) -> Problems:
@@ -47,17 +47,17 @@ def _engine(s: TrainSettings) -> Problems:
         text = (
             f"must be a multiple of rollout.n = {n}, since it counts sequences; {' or '.join(map(str, near))} would do"
         )
-        yield wrong(s, "rollout.batch_size", text)
+        yield problem_at(s, "rollout.batch_size", text)
     if s.algorithm.reads("groups") and n == 1:
         text = f"algorithm.advantage = {s.algorithm.advantage.name!r} compares responses to one prompt; give 2 or more"
-        yield wrong(s, "rollout.n", text)
+        yield problem_at(s, "rollout.n", text)
     if s.rollout.engine != "vllm":
-        yield from unread(s, ["rollout.vllm"], 'rollout.engine = "vllm"')
+        yield from unread_problems(s, ["rollout.vllm"], 'rollout.engine = "vllm"')
         return
     yield from vllm_problems(s, "rollout.vllm")
-    yield from unread(s, ["rollout.cache_gb"], "the embedded engine; give rollout.vllm.cache_gb")
+    yield from unread_problems(s, ["rollout.cache_gb"], "the embedded engine; give rollout.vllm.cache_gb")
     if not s.decodes and s.model.decode_attention != "sdpa":
-        yield from unread(s, ["model.decode_attention"], "the embedded engine")
+        yield from unread_problems(s, ["model.decode_attention"], "the embedded engine")
     longest = "eval" if (s.eval.max_tokens or 0) > s.rollout.max_tokens else "rollout"
     needed = s.data.max_prompt_tokens + max(s.rollout.max_tokens, s.eval.max_tokens or 0)
     yield from too_short(s, "rollout.vllm", needed, f"data.max_prompt_tokens and {longest}.max_tokens")
@@ -67,15 +67,15 @@ def _environment(s: TrainSettings) -> Problems:
     """Yield the problems of an environment."""
     path = "rollout.environment"
     if s.rollout.turns.respond is not None:
-        yield wrong(s, f"{path}.name", "rollout.turns.respond is given too; who answers is one of the two")
+        yield problem_at(s, f"{path}.name", "rollout.turns.respond is given too; who answers is one of the two")
     if s.algorithm.reads("baselines"):
         text = (
             f"{s.algorithm.advantage.name} samples one response more, in an episode of its own; take another estimator"
         )
-        yield wrong(s, f"{path}.name", text)
+        yield problem_at(s, f"{path}.name", text)
     if (s.data.path or s.data.rows is not None) and s.rollout.environment.episodes != EnvironmentSettings().episodes:
-        yield wrong(s, f"{path}.episodes", "data has the prompts; leave one of them out")
-    yield from unread(s, ["rollout.turns.failure"], "rollout.turns.respond")
+        yield problem_at(s, f"{path}.episodes", "data has the prompts; leave one of them out")
+    yield from unread_problems(s, ["rollout.turns.failure"], "rollout.turns.respond")
     if s.rollout.environment.is_agent:
         yield from _agent(s)
 
@@ -84,10 +84,10 @@ def _agent(s: TrainSettings) -> Problems:
     """Yield the problems of an agent."""
     name = "rollout.environment.name"
     if s.mesh.least_ranks > 1:
-        yield wrong(s, name, "an agent is played on one rank; leave the mesh out")
+        yield problem_at(s, name, "an agent is played on one rank; leave the mesh out")
     others = ("max_turns", "time_limit", "concurrency", "retries")
     names = [f"rollout.turns.{each}" for each in others] + ["rollout.environment.failure"]
-    yield from unread(s, names, "an environment; an agent has a time_limit and a concurrency of its own")
+    yield from unread_problems(s, names, "an environment; an agent has a time_limit and a concurrency of its own")
 
 
 def _turns(s: TrainSettings) -> Problems:
@@ -96,28 +96,28 @@ def _turns(s: TrainSettings) -> Problems:
         yield from _environment(s)
     else:
         others = [f"rollout.environment.{x}" for x in ("episodes", "eval_episodes", "failure")]
-        yield from unread(s, others, "rollout.environment.name")
+        yield from unread_problems(s, others, "rollout.environment.name")
     if s.algorithm.group_by == "turn" and not (s.in_turns and s.algorithm.reads("groups")):
         text = "there are no turns to compare: it is for rollout.environment or rollout.turns.respond, and estimators"
-        yield wrong(s, "algorithm.group_by", f"{text} of groups, as grpo; leave it out")
+        yield problem_at(s, "algorithm.group_by", f"{text} of groups, as grpo; leave it out")
     if turns.thinking == "drop" and s.in_turns:
-        yield from (wrong(s, "rollout.turns.thinking", text) for text in _drop_hindrances(s))
+        yield from (problem_at(s, "rollout.turns.thinking", text) for text in _drop_hindrances(s))
     if turns.turn_tokens is not None and s.in_turns and turns.turn_tokens > s.rollout.max_tokens:
         text = f"must be at most rollout.max_tokens = {s.rollout.max_tokens}, which bounds all turns together"
-        yield wrong(s, "rollout.turns.turn_tokens", text)
+        yield problem_at(s, "rollout.turns.turn_tokens", text)
     if name is None:
         if not s.rollout.environment.used:
-            yield from unread(s, ["rollout.turns"], path)
+            yield from unread_problems(s, ["rollout.turns"], path)
         return
     if name not in TOOLS and not FUNCTION.fullmatch(name):
-        yield wrong(s, path, f"must be one of {sorted(TOOLS)}, or module:function")
+        yield problem_at(s, path, f"must be one of {sorted(TOOLS)}, or module:function")
     if turns.max_turns == 1:
-        yield wrong(s, "rollout.turns.max_turns", "respond would never be asked; give 2 or more")
+        yield problem_at(s, "rollout.turns.max_turns", "respond would never be asked; give 2 or more")
     if name == "calculator" and not (s.rollout.stop or s.rollout.stop_token_ids):
         text = 'no turn would end with "=", which the calculator answers; give rollout.stop = ["="], or its token'
-        yield wrong(s, path, text)
+        yield problem_at(s, path, text)
     if s.rollout.from_ is not None and not s.has_held_out:
-        yield wrong(s, path, "rollout.from is given: nothing is sampled; leave it out")
+        yield problem_at(s, path, "rollout.from is given: nothing is sampled; leave it out")
 
 
 def _drop_hindrances(s: TrainSettings) -> Iterator[str]:
@@ -137,21 +137,21 @@ def _sampling(s: TrainSettings) -> Problems:
     """Yield the problems of responses sampled ahead, filtered, or read from files."""
     rollout, estimator = s.rollout, s.algorithm.advantage.name
     if not rollout.filter.groups:
-        yield from unread(s, ["rollout.filter.by", "rollout.filter.max_draws"], "rollout.filter.groups")
+        yield from unread_problems(s, ["rollout.filter.by", "rollout.filter.max_draws"], "rollout.filter.groups")
     elif rollout.n == 1:
-        yield wrong(s, "rollout.filter.groups", "rollout.n = 1: a single response has no other to equal; raise it")
+        yield problem_at(s, "rollout.filter.groups", "rollout.n = 1: a single response has no other to equal; raise it")
     if rollout.ahead > s.steps:
         text = f"the run has {s.steps} steps, and batches of later ones would be made for nothing; give that or fewer"
-        yield wrong(s, "rollout.ahead", text)
+        yield problem_at(s, "rollout.ahead", text)
     if rollout.interrupt:
-        yield from (wrong(s, "rollout.interrupt", text) for text in _uninterrupted(s))
+        yield from (problem_at(s, "rollout.interrupt", text) for text in _uninterrupted(s))
     if rollout.from_ is None:
         return
     for name in (name for name in ("ahead", "save") if getattr(rollout, name)):
-        yield wrong(s, f"rollout.{name}", "rollout.from is given: nothing is sampled; leave one of them out")
+        yield problem_at(s, f"rollout.{name}", "rollout.from is given: nothing is sampled; leave one of them out")
     if s.algorithm.reads("baselines"):
         text = f"{estimator} samples a baseline for each prompt; take another estimator, or leave it out"
-        yield wrong(s, "rollout.from", text)
+        yield problem_at(s, "rollout.from", text)
 
 
 def _uninterrupted(s: TrainSettings) -> list[str]:
@@ -174,52 +174,44 @@ def _uninterrupted(s: TrainSettings) -> list[str]:
 def exact_hindrances(s: TrainSettings) -> Iterator[str]:
     """Yield the settings with which the engine's log-probs would not be training's own, bit for bit, and why."""
     rollout, model, algorithm = s.rollout, s.model, s.algorithm
+    kernels = [(op, name, own) for op, name in EXACT.items() if (own := getattr(model, op))]
     known = (
-        ("rollout.engine", rollout.engine, rollout.engine != "embedded", "is a copy of the policy with other kernels"),
-        ("rollout.ahead", rollout.ahead, rollout.ahead > 0, "trains on what an earlier policy sampled"),
-        ("rollout.from", rollout.from_, rollout.from_ is not None, "trains on what an earlier policy sampled"),
-        ("device", s.device, s.device not in ("auto", "cpu"), "has no exact kernels yet"),
-        ("model.compute_dtype", model.compute_dtype, model.compute_dtype == "float16", "has no exact kernels"),
-        ("model.remove_padding", False, not model.remove_padding, "runs padded rows, for which nothing is promised"),
-        ("model.compile_layers", True, model.compile_layers, "makes programs for each number of rows"),
-        ("model.lora", "an adapter", model.lora.used, "is merged to decode, and runs beside its base in training"),
-        ("placement", "other processes", bool(places_of(s.placement)), "may run on other machines"),
-        (
-            "algorithm.correction",
-            algorithm.correction.name,
-            algorithm.correction.name != "none",
-            "has nothing to weigh",
-        ),
+        ("rollout.engine", rollout.engine != "embedded", "is a copy of the policy with other kernels"),
+        ("rollout.ahead", rollout.ahead > 0, "trains on what an earlier policy sampled"),
+        ("rollout.from", rollout.from_ is not None, "trains on what an earlier policy sampled"),
+        ("device", s.device not in ("auto", "cpu"), "has no exact kernels yet"),
+        ("model.compute_dtype", model.compute_dtype == "float16", "has no exact kernels"),
+        ("model.remove_padding", not model.remove_padding, "runs padded rows, for which nothing is promised"),
+        ("model.compile_layers", model.compile_layers, "makes programs for each number of rows"),
+        ("model.lora", model.lora.used, "is merged to decode, and runs beside its base in training"),
+        ("placement", bool(places_of(s.placement)), "may run on other machines"),
+        ("algorithm.correction.name", algorithm.correction.name != "none", "has nothing to weigh"),
         (
             "algorithm.old_log_probs",
-            algorithm.old_log_probs,
             algorithm.old_log_probs not in (None, "engine"),
             "asks for others than the engine's",
         ),
-        ("mesh.ring", True, s.mesh.ring and s.mesh.context > 1, "merges attention from parts"),
-        *(
-            (f"mesh.{axis}", getattr(s.mesh, axis), getattr(s.mesh, axis) > 1, "adds up in parts")
-            for axis in ("tensor", "expert")
-        ),
+        ("mesh.ring", s.mesh.ring and s.mesh.context > 1, "merges attention from parts"),
+        *((f"mesh.{axis}", getattr(s.mesh, axis) > 1, "adds up in parts") for axis in ("tensor", "expert")),
         *(
             (
                 f"model.{op}",
-                own,
                 own in BUILTIN[op] and own not in (name, "auto", DEFAULTS[op]),
                 f"is not exact, as {name} is",
             )
-            for op, name in EXACT.items()
-            if (own := getattr(model, op))
+            for op, name, own in kernels
         ),
     )
-    yield from (f"{path} = {value!r} {why}" for path, value, hinders, why in known if hinders)
+    named = {"model.lora": "an adapter", "placement": "other processes"}
+    for path, value, why in hinder(s, known):
+        yield f"{path.removesuffix('.name')} = {named.get(path, value)!r} {why}"
 
 
 def vllm_problems(s: TrainSettings, path: str) -> Problems:
     """Yield the conflicts between the settings of a vLLM, whose section is at `path`."""
     section: VllmSettings = value_at(s, path)
     if section.memory_share is not None and section.cache_gb is not None:
-        yield wrong(s, f"{path}.cache_gb", "memory_share takes its place; leave one out")
+        yield problem_at(s, f"{path}.cache_gb", "memory_share takes its place; leave one out")
     for name, value in section.extra.items():
         if name in _SETTINGS:
             yield Problem(f"{path}.extra.{name}", value, f"give {path}.{_SETTINGS[name]}")
@@ -229,10 +221,10 @@ def vllm_problems(s: TrainSettings, path: str) -> Problems:
     yield from (problem._replace(path=f"{path}.{problem.path}") for problem in conflicts(section))
     yield from cluster_problems(s, f"{path}.cluster", ("local",))
     if section.host != "ray":
-        yield from unread(s, [f"{path}.cluster"], f'{path}.host = "ray"')
+        yield from unread_problems(s, [f"{path}.cluster"], f'{path}.host = "ray"')
     if section.host == "local":
         names = ("restarts", "patience", "start_patience")
-        yield from unread(s, (f"{path}.{name}" for name in names), f'{path}.host = "process" or "ray"')
+        yield from unread_problems(s, (f"{path}.{name}" for name in names), f'{path}.host = "process" or "ray"')
 
 
 def too_short(s: TrainSettings, path: str, needed: int, names: str) -> Problems:
@@ -240,11 +232,11 @@ def too_short(s: TrainSettings, path: str, needed: int, names: str) -> Problems:
     prompt and response that the settings `names` allow."""
     length = value_at(s, path).max_model_len
     if length is not None and length < needed:
-        yield wrong(s, f"{path}.max_model_len", f"a prompt and its response may have {needed} tokens ({names})")
+        yield problem_at(s, f"{path}.max_model_len", f"a prompt and its response may have {needed} tokens ({names})")
 
 
 def vllm_on_ranks(s: TrainSettings, path: str, world: int) -> Problems:
     """Yield a problem if the vLLM whose section is at `path` cannot run beside each of `world` ranks."""
     if world > 1 and value_at(s, path).host == "local":
         text = 'in a process of several ranks vLLM does not start; give "process", for one of its own, or "ray"'
-        yield wrong(s, f"{path}.host", text)
+        yield problem_at(s, f"{path}.host", text)

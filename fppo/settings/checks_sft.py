@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fppo.fields import Problems, unread, wrong
+from fppo.fields import Problem, Problems, problem_at, unread_problems, value_at
+from fppo.settings.learning import OptimizerSettings
 from fppo.settings.placement import places_of
 from fppo.settings.train import TrainSettings
 
@@ -11,31 +12,54 @@ def sft_problems(s: TrainSettings) -> Problems:
     """The conflicts of the section sft, with itself and with others."""
     sft = s.sft
     if sft.messages is None:
-        yield from unread(s, ["sft.turns"], "conversations, sft.messages")
+        yield from unread_problems(s, ["sft.turns"], "conversations, sft.messages")
     else:
-        yield from unread(s, ["sft.response"], "prompts without sft.messages")
+        yield from unread_problems(s, ["sft.response"], "prompts without sft.messages")
         if not s.data.chat:
-            yield wrong(s, "sft.messages", "conversations go through a chat template: give data.chat = true")
+            yield problem_at(s, "sft.messages", "conversations go through a chat template: give data.chat = true")
     for name, field in s.data.seen.items():
-        yield wrong(s, name, f"fppo sft takes no images and videos yet ({field}); leave it out")
+        yield problem_at(s, name, f"fppo sft takes no images and videos yet ({field}); leave it out")
     if s.data.rows is None and not s.data.path:
-        yield wrong(
-            s, "data.path", "is not set; give jsonl, csv or parquet files, the name of a data set, or data.rows"
-        )
-    if sft.micro_batch_size and sft.token_budget:
-        text = f"sft.token_budget = {sft.token_budget} is given too; give one of the two, 0 turns the other off"
-        yield wrong(s, "sft.micro_batch_size", text)
-    if sft.token_budget == 0 and not sft.micro_batch_size:
-        yield wrong(s, "sft.token_budget", "sft.micro_batch_size is off too; give one of the two")
-    by_length = 'sft.weight_mode = "seq-mean-token-sum-norm"'
-    if sft.weight_mode != "seq-mean-token-sum-norm":
-        yield from unread(s, ["sft.horizon"], by_length)
-    elif sft.horizon is None:
-        yield wrong(s, "sft.horizon", f"{by_length} divides by it; give one, as sft.max_tokens")
-    if sft.optimizer.schedule == "exponential" and not sft.optimizer.min_lr_ratio:
-        text = "the exponential schedule falls by a factor and never comes to 0; give a part of lr, as 0.01"
-        yield wrong(s, "sft.optimizer.min_lr_ratio", text)
-    if sft.epochs is None and sft.optimizer.warmup_steps >= s.steps:
-        yield wrong(s, "sft.optimizer.warmup_steps", f"must be less than the run's {s.steps} updates")
+        text = "is not set; give jsonl, csv or parquet files, the name of a data set, or data.rows"
+        yield problem_at(s, "data.path", text)
+    yield from pass_problems(s, "sft", "sft.max_tokens")
+    if sft.epochs is None:
+        yield from rate_problems(sft.optimizer, "sft.optimizer", s.steps, f"the run's {s.steps} updates")
     if places_of(s.placement):
-        yield wrong(s, "placement", "fppo sft runs in processes of one kind; leave pools out")
+        yield problem_at(s, "placement", "fppo sft runs in processes of one kind; leave pools out")
+
+
+def pass_problems(s: TrainSettings, name: str, longest: str) -> Problems:
+    """Yield the problems of a section's settings for updates: micro-batches or token budget, weight mode, and schedule
+    of the learning rate. `name` is the section, as "sft". `longest` is the name of the setting that bounds responses,
+    as "sft.max_tokens"; messages recommend its value for `horizon`."""
+    section = value_at(s, name)
+    if section.micro_batch_size and section.token_budget:
+        text = f"{name}.token_budget = {section.token_budget} is given too; give one of the two, 0 turns the other off"
+        yield problem_at(s, f"{name}.micro_batch_size", text)
+    if section.token_budget == 0 and not section.micro_batch_size:
+        yield problem_at(s, f"{name}.token_budget", f"{name}.micro_batch_size is off too; give one of the two")
+    by_length = f'{name}.weight_mode = "seq-mean-token-sum-norm"'
+    if section.weight_mode != "seq-mean-token-sum-norm":
+        yield from unread_problems(s, [f"{name}.horizon"], by_length)
+    elif section.horizon is None:
+        yield problem_at(s, f"{name}.horizon", f"{by_length} divides by it; give one, as {longest}")
+    if section.optimizer.warmup_steps and section.optimizer.warmup_ratio:
+        text = f"{name}.optimizer.warmup_steps = {section.optimizer.warmup_steps} is given too; give one of the two"
+        yield problem_at(s, f"{name}.optimizer.warmup_ratio", text)
+    if section.optimizer.schedule != "cosine":
+        yield from unread_problems(s, [f"{name}.optimizer.num_cycles"], "the cosine schedule")
+    if section.optimizer.schedule == "exponential" and not section.optimizer.min_lr_ratio:
+        text = "the exponential schedule falls by a factor and never comes to 0; give a part of lr, as 0.01"
+        yield problem_at(s, f"{name}.optimizer.min_lr_ratio", text)
+
+
+def rate_problems(optimizer: OptimizerSettings, path: str, updates: int, words: str) -> Problems:
+    """Yield the problems of the section at `path` whose learning rate does not fit into a run of `updates` updates,
+    which messages call `words`."""
+    left = updates - optimizer.warmup(updates)
+    if left < 1:
+        yield Problem(f"{path}.warmup_steps", optimizer.warmup_steps, f"must be less than {words}")
+    elif optimizer.num_cycles > left:
+        text = f"must be at most {left}, the updates after the warm-up, of {words}"
+        yield Problem(f"{path}.num_cycles", optimizer.num_cycles, text)

@@ -119,7 +119,7 @@ def changed(settings: TrainSettings, variant: Variant, seed: int, directory: str
     try:
         found = files.replace(settings, variant.changes | {"output_dir": directory, "seed": settings.seed + seed})
     except files.SettingsError as error:
-        raise files.SettingsError([*wrong, *error.problems], where=f"--vary {variant.name}") from error
+        raise files.SettingsError([*wrong, *error.problems], source=f"--vary {variant.name}") from error
     if wrong:
-        raise files.SettingsError(wrong, where=f"--vary {variant.name}")
+        raise files.SettingsError(wrong, source=f"--vary {variant.name}")
     return found

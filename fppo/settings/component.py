@@ -114,7 +114,9 @@ def _no_keyword(function: str, name: str, names: Sequence[str]) -> str:
 
 
 def called_with(value: Any, keyword: Keyword | None) -> Any:
-    """Convert a value of a file to a function's argument: "none" to None, and a list to a tuple."""
+    """Convert `value`, as a file of settings has it, to the argument that a function is called with. `keyword`
+    describes the parameter: the value is converted to its type, and "none" to None if it may be None. Without a known
+    type (None, or a keyword of type Any) only a list changes, to a tuple."""
     if keyword is None or keyword.kind is Any:
         return tuple(value) if isinstance(value, list) else value
     if value == "none" and _is_optional(keyword.kind):

@@ -44,10 +44,10 @@ PATHS = tuple(path for path in place_settings(TrainSettings) if path not in ("ou
 class SettingsError(ValueError):
     """An error that names every problem with the settings, one line each."""
 
-    def __init__(self, problems: Iterable[Problem | str], *, where: str = "the settings") -> None:
+    def __init__(self, problems: Iterable[Problem | str], *, source: str = "the settings") -> None:
         self.problems = tuple(dict.fromkeys(map(str, problems)))
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__("\n".join([f"{count} in {where}:", *(f"  {p}" for p in self.problems)]))
+        super().__init__("\n".join([f"{count} in {source}:", *(f"  {p}" for p in self.problems)]))
 
 
 def load(
@@ -64,7 +64,7 @@ def load(
     """
     settings, problems = examined(path, overrides, look=look, run=run)
     if problems:
-        raise SettingsError(problems, where="the settings" if path is None else str(path))
+        raise SettingsError(problems, source="the settings" if path is None else str(path))
     return settings
 
 
@@ -82,7 +82,7 @@ def examined(
     A malformed value is a problem, and its setting has the default. Raises SettingsError for a file that is not TOML.
     """
     values = {} if path is None else read_toml(path)
-    settings, problems = read_section(TrainSettings, values, known=list(paths()))
+    settings, problems = read_section(TrainSettings, values, paths=list(paths()))
     remembered: tuple[str, ...] = ()  # by a run, and maybe gone since then
     if run is not None:
         settings = attrs.evolve(relocated(settings, run), resume="auto")
@@ -114,22 +114,22 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         return check_depth(tomllib.loads(read_text(path)))
     except FileNotFoundError as error:
         wrong = place(str(path)) or f"there is no such file in {Path(os.path.realpath(path)).parent}"
-        raise SettingsError([wrong], where=str(path)) from error
+        raise SettingsError([wrong], source=str(path)) from error
     except IsADirectoryError as error:
         own = Path(path) / "settings.toml"
         advice = f"the settings of the run in it are {own}" if own.exists() else "give a TOML file"
-        raise SettingsError([f"it is a directory; {advice}"], where=str(path)) from error
+        raise SettingsError([f"it is a directory; {advice}"], source=str(path)) from error
     except OSError as error:
-        raise SettingsError([f"it cannot be read: {error.strerror}"], where=str(path)) from error
+        raise SettingsError([f"it cannot be read: {error.strerror}"], source=str(path)) from error
     except RecursionError:
-        raise SettingsError(["it is not TOML of settings: it is nested too deep"], where=str(path)) from None
+        raise SettingsError(["it is not TOML of settings: it is nested too deep"], source=str(path)) from None
     except ValueError as error:
-        raise SettingsError([f"it is not TOML: {error}"], where=str(path)) from error
+        raise SettingsError([f"it is not TOML: {error}"], source=str(path)) from error
 
 
 def from_dict(values: Mapping[str, Any]) -> TrainSettings:
     """The settings of nested tables; what is left out has its default. Raises SettingsError; see also `check`."""
-    settings, problems = read_section(TrainSettings, values, known=list(paths()))
+    settings, problems = read_section(TrainSettings, values, paths=list(paths()))
     if problems:
         raise SettingsError(problems)
     return settings
@@ -164,7 +164,7 @@ def override(settings: TrainSettings, arguments: Sequence[str]) -> tuple[TrainSe
             problems.append(Problem(path, " ".join(behind), str(error)))
     values = flat(to_dict(settings))
     try:
-        settings, wrong = read_section(TrainSettings, _changed(settings, given), known=list(paths()))
+        settings, wrong = read_section(TrainSettings, _changed(settings, given), paths=list(paths()))
         changes = unescaped(values, flat(to_dict(settings)))
     except WrongSetting as error:
         return settings, [*problems, error.problem]
@@ -321,12 +321,12 @@ def paths(cls: type = TrainSettings, prefix: str = "") -> Mapping[str, Any]:
 
 
 def _remember_modules(settings: TrainSettings, path: str | os.PathLike[str] | None) -> TrainSettings:
-    """Set `module_dirs`, if it is not set and the settings name functions of the user's.
+    """Set `module_dirs`, if it is not set and the settings name functions or modules of the user's.
 
     The directories are that of the file at `path` and the present working directory, so that a run that goes on from
     its output_dir finds the same modules.
     """
-    if settings.module_dirs or not own_functions(settings):
+    if settings.module_dirs or not (own_functions(settings) or settings.model.import_):
         return settings
     places = [Path.cwd()] if path is None else [Path(os.path.realpath(path)).parent, Path.cwd()]
     return attrs.evolve(settings, module_dirs=tuple(dict.fromkeys(map(str, places))))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Literal
 
 import attrs
 
-from fppo.fields import Table, above, at_least, at_most, below, nonempty, setting
+from fppo.fields import Check, Table, above, at_least, at_most, below, nonempty, setting
 from fppo.settings.component import given, named, requires
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS, OPTIMIZERS, POLICY_LOSSES, VALUE_HEADS
 
@@ -99,9 +100,17 @@ class OptimizerSettings:
     """How the rate falls to the run's end; exponential: by one factor each update; wsd: in the last fifth alone."""
     warmup_steps: int = setting(0, at_least(0))
     """Updates over which the rate rises, skipped ones not counted; the first is not 0."""
+    warmup_ratio: float = setting(0.0, at_least(0), below(1))
+    """In place of warmup_steps, these as a part of the model's updates in the run, rounded down."""
     min_lr_ratio: float = setting(0.0, at_least(0), at_most(1))
     """Where the rate ends, as a part of lr; exponential needs one above 0."""
+    num_cycles: int = setting(1, at_least(1))
+    """How often the rate falls from its peak to its end, in cycles of equal length (cosine)."""
     keywords: Table = given()
+
+    def warmup(self, updates: int) -> int:
+        """The updates of the warm-up, in a run of `updates` updates."""
+        return self.warmup_steps or int(Decimal(str(self.warmup_ratio)) * updates)
 
 
 @attrs.frozen(kw_only=True)
@@ -125,11 +134,19 @@ class LossSettings:
     keywords: Table = given()
 
 
-def passes_of(sequences: int | None, tokens: int | None) -> tuple[int | None, int | None]:
+TokenBudget = Literal["auto"] | int | None
+
+
+def passes_of(sequences: int | None, tokens: TokenBudget) -> tuple[int | None, int | None]:
     """(sequences, tokens) per pass, of which one is None, from settings that may give one of them."""
     if sequences:
         return sequences, None
-    return None, DEFAULT_TOKEN_BUDGET if tokens is None else tokens
+    return None, DEFAULT_TOKEN_BUDGET if tokens in (None, "auto") else tokens
+
+
+def auto_or_at_least(low: int) -> Check:
+    """Make the check that a setting is "auto", or a number that is `low` or more."""
+    return lambda x: None if x == "auto" else at_least(low)(x)
 
 
 def _own_first(cls: type, fields: list[attrs.Attribute]) -> list[attrs.Attribute]:
@@ -153,8 +170,8 @@ class UpdateSettings:
     """What mini-batches are drawn by: rows, or prompts with all of their rows, which are then computed once."""
     micro_batch_size: int | None = setting(None, at_least(0))
     """Sequences per forward and backward pass; 0 or None: split by token_budget."""
-    token_budget: int | None = setting(None, at_least(0))
-    """Tokens per forward and backward pass; None: 16384, unless micro_batch_size is given."""
+    token_budget: TokenBudget = setting(None, auto_or_at_least(0))
+    """Tokens per forward and backward pass; auto: at most 16384, as many as fit; None: 16384, or micro_batch_size."""
 
     @property
     def passes(self) -> tuple[int | None, int | None]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Annotated, Literal
 
 import attrs
+import tyro
 
 from fppo.fields import Table, above, at_least, nonempty, place, setting
 
@@ -21,8 +23,10 @@ class LoraSettings:
     """What divides alpha: the rank (standard), or its square root (rslora)."""
     targets: tuple[str, ...] = setting(("all-linear",), nonempty("give names of weights, or all-linear"))
     """The weights that have adapters: all-linear, ends of names, as q_proj, or patterns of whole names."""
+    exclude: tuple[str, ...] = setting(())
+    """Weights of the targets that have no adapters: ends of names, as down_proj, or patterns of whole names."""
     path: str | None = setting(None, place)
-    """A directory with PEFT's files, whose adapter the policy starts from; rank, alpha, scaling and targets are its."""
+    """A directory with PEFT's files, whose adapter the policy starts from, with its rank, scale and targets."""
     reference: Literal["start", "base"] = setting("start")
     """What the policy is compared with, if it starts from path: the policy as it starts, or its base."""
     send: Literal["merged", "alone"] = setting("merged")
@@ -31,6 +35,8 @@ class LoraSettings:
     """How the frozen base keeps the weights of its linear layers: as they are, or quantised by bitsandbytes."""
     critic_rank: int | None = setting(None, at_least(0))
     """The rank of the critic's adapter, else as the policy's; None: rank; 0: train all of the critic's weights."""
+    critic_path: str | None = setting(None, place)
+    """A directory with PEFT's files, whose adapter the critic starts from, with its rank, scale and targets."""
 
     @property
     def used(self) -> bool:
@@ -46,6 +52,11 @@ class LoraSettings:
     def reference_is_base(self) -> bool:
         """Whether the reference of an adapted policy without one of its own is the base, as a fresh adapter is too."""
         return self.path is None or self.reference == "base"
+
+
+def _modules(names: tuple[str, ...]) -> str | None:
+    right = all(re.fullmatch(r"\w+(\.\w+)*", name) for name in names)
+    return None if right else "must be names of modules, as my_package.models"
 
 
 @attrs.frozen(kw_only=True)
@@ -84,6 +95,8 @@ class ModelSettings:
     """Leave the vision tower and projector of a model that takes images as they are, in actor and critic."""
     trust_remote_code: bool = setting(False)
     """Let a model directory run its own Python code."""
+    import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = setting((), _modules, name="import")
+    """Modules imported in every process before it builds a model, as those that register classes with AutoConfig."""
     offload: Literal["none", "moments", "all"] = setting("none")
     """Keep the optimizer's moments, or them and all parameters, in the host's memory between uses (GPUs)."""
     ref_offload: bool | None = setting(None)

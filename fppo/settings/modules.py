@@ -69,6 +69,8 @@ def module_problems(settings: TrainSettings) -> list[Problem]:
     if settings.rollout.environment.is_agent and (lacking := lacking_of_server()):
         lines.append(Problem("rollout.environment.name", settings.rollout.environment.name, lacking))
     search([*settings.module_dirs, os.getcwd()])
+    absent = ((name, _wrong(name)) for name in settings.model.import_)
+    lines += [Problem("model.import", name, text) for name, text in absent if text is not None]
     wrong = ((setting, name, _wrong(*name.split(":", 1))) for setting, name in own_functions(settings))
     return [*lines, *(Problem(setting, name, text) for setting, name, text in wrong if text is not None)]
 
@@ -87,8 +89,9 @@ def lacking_of_tinker() -> str | None:
     return "--tinker: the package tinker, whose protocol it is, cannot be imported: pip install 'fppo[tinker]'"
 
 
-def _wrong(module: str, path: str) -> str | None:
-    """The problem of the function "module:path", as far as the module's source tells; None if it tells of none."""
+def _wrong(module: str, path: str = "") -> str | None:
+    """The problem of the function "module:path", or of the module alone, as far as the module's source tells; None if
+    it tells of none."""
     try:
         spec = spec_of(module)
     except (ImportError, ValueError):  # of a finder of the user's, or a module without a spec: importing it will tell
@@ -104,7 +107,7 @@ def _wrong(module: str, path: str) -> str | None:
         return f"the module {module!r} does not import: {type(error).__name__}: {error}"
     name, words = path.split(".")[0], set(re.findall(r"\w+", source))
     hidden = words & _INDIRECT or re.search(r"import\s*\(?\s*\*", source) or spec.submodule_search_locations
-    if name in words or hidden:
+    if not name or name in words or hidden:
         return None
     near = nearest(name, code.co_names)
     return f"{module!r} has no {name!r}{f'; did you mean {near!r}?' if near else ''}"

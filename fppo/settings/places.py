@@ -18,7 +18,7 @@ from fppo.data.plain import half_pairs, irregular
 from fppo.data.problems import Problems as RowProblems
 from fppo.data.problems import lines_of
 from fppo.data.read import FORMATS, read_rows
-from fppo.fields import Problem, Problems, only, said, wrong_values
+from fppo.fields import Problem, Problems, only, problem_of, wrong_values
 from fppo.runtime.exports import check_replaceable
 from fppo.runtime.gguf_files import GgufHeader, gguf_of, read_header
 from fppo.runtime.weights import no_weights, weight_files
@@ -348,13 +348,13 @@ def _text(name: str, path: str, *, schemas: bool) -> Problems:
         yield Problem(name, path, f"is not {'JSON' if schemas else 'text'}: {error}")
 
 
-def _missing(place: Path) -> str:
+def _missing(path: Path) -> str:
     """A text on a place that cannot be used: it is a file instead of a model's directory, or does not exist, or its
     parent does not."""
-    if place.exists():
+    if path.exists():
         return "is a file, not the directory of a model"
-    there = next(parent for parent in (place, *place.absolute().parents) if parent.exists())
-    return "there is no such file or directory" if there == place.absolute().parent else f"there is no {place.parent}"
+    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    return "there is no such file or directory" if there == path.absolute().parent else f"there is no {path.parent}"
 
 
 def row_problems(settings: TrainSettings, *, imitates: bool = False) -> list[Problem]:
@@ -369,7 +369,7 @@ def row_problems(settings: TrainSettings, *, imitates: bool = False) -> list[Pro
     for paths in sets:
         most = _FIRST if sum(Path(path).stat().st_size for path in paths) > _MOST_BYTES else None
         try:
-            rows = read_rows(paths, most=most, problems=noted)
+            rows = read_rows(paths, max_rows=most, problems=noted)
             check_fields(rows, needed, RowProblems())
             for row in rows:
                 if not imitates or settings.sft.messages is None:
@@ -379,8 +379,8 @@ def row_problems(settings: TrainSettings, *, imitates: bool = False) -> list[Pro
     alike = Counter(line for line, _ in found)
     told = [line if alike[line] == len(sets) or name in line else f"{line} (in {name})" for line, name in found]
     lines = dict.fromkeys([*told, *noted.lines()])
-    rest = f"; {noted.rest()} in the data" if noted.rest() else ""
-    return [said(ValueError(f"{line}{rest if number == len(lines) else ''}")) for number, line in enumerate(lines, 1)]
+    rest = f"; {noted.unshown()} in the data" if noted.unshown() else ""
+    return [problem_of(ValueError(f"{line}{rest * (number == len(lines))}")) for number, line in enumerate(lines, 1)]
 
 
 def _are_rows(paths: Sequence[str]) -> bool:

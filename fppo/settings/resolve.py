@@ -3,9 +3,10 @@
 On a CPU passes are in float32, and vLLM captures no graphs. Kernels are in C++ for a run that is long enough, or with
 `model.cpp`, where the model has places for them; else they are `sdpa`, `chunked` and the model's own layers. Linear
 layers multiply by oneDNN where that is faster. With `rollout.exact` they always do, and the kernels are in C++.
-On a GPU passes are in bfloat16 (parameters and moments stay float32), with `varlen` attention, `triton` for log-probs
-and inside the layers, graphs of passes of few tokens, and a vLLM that captures graphs. Kernels that do not run there
-give way to those that run everywhere; for attention and log-probs a line says why. Old log-probs get their source here.
+On a GPU of CUDA passes are in bfloat16 (parameters and moments stay float32), with `varlen` attention, `triton` for
+log-probs and inside the layers, graphs of passes of few tokens, and a vLLM that captures graphs. Kernels that do not
+run there give way to those that run everywhere; for attention and log-probs a line says why. On other accelerators
+passes are in bfloat16, too, with the kernels that run everywhere. Old log-probs get their source here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import attrs
 
+from fppo.fields import hinder
 from fppo.settings.learning import OldLogProbs
 from fppo.settings.model import ModelSettings
 from fppo.settings.rollout import VllmSettings
@@ -51,7 +53,7 @@ CPU = Machine()
 
 def compute_dtype(machine: Machine) -> tuple[str, list[str]]:
     """Choose the dtype of forward and backward passes; returns it, and lines on the choice."""
-    if machine.device == "cpu" or machine.capability >= _BFLOAT16:
+    if machine.device != "cuda" or machine.capability >= _BFLOAT16:
         return "float32" if machine.device == "cpu" else "bfloat16", []
     had = ".".join(map(str, machine.capability))
     said = f"bfloat16 takes compute capability 8.0, and this GPU has {had}; you may give float16"
@@ -71,8 +73,8 @@ def takes_cpp(model: ModelSettings, machine: Machine, dtypes: set[str]) -> tuple
 def kernel(op: str, machine: Machine, dtypes: set[str], *, cpp: bool = False) -> tuple[str, list[str]]:
     """Choose the kernel for "attention", "decode_attention" or "log_probs" (`op`) of models that run in these dtypes;
     returns its name, and lines on the choice. On a CPU it is in C++ only if `cpp` is True."""
-    plain, fast = _PLAIN[op], "cpp" if machine.device == "cpu" else _FAST[op]
-    if machine.device == "cpu" and not cpp:
+    plain, fast = _PLAIN[op], {"cpu": "cpp", "cuda": _FAST[op]}.get(machine.device)
+    if fast is None or (machine.device == "cpu" and not cpp):
         return plain, []
     if machine.device != "cpu" and "float32" in dtypes:  # products are what counts, and the plain one's are exact
         return plain, []
@@ -87,7 +89,8 @@ def layer_kernel(op: str, machine: Machine, dtypes: set[str], *, compiled: bool,
     are compiled whole. On a CPU it is in C++ only if `cpp` is True."""
     on_cpu = machine.device == "cpu"
     fast, unfit = ("cpp", "float16") if on_cpu else ("triton", "float32")
-    plain = compiled or unfit in dtypes or (on_cpu and not cpp) or fast not in BUILTIN[op]
+    other = machine.device not in ("cpu", "cuda")
+    plain = compiled or other or unfit in dtypes or (on_cpu and not cpp) or fast not in BUILTIN[op]
     return "eager" if plain or f"{op}/{fast}" in machine.refusals else fast
 
 
@@ -137,7 +140,7 @@ def resolved(settings: TrainSettings, machine: Machine) -> tuple[TrainSettings, 
 
 
 def _vllm(section: VllmSettings, machine: Machine) -> VllmSettings:
-    return attrs.evolve(section, eager=machine.device == "cpu") if section.eager == AUTO else section
+    return attrs.evolve(section, eager=machine.device != "cuda") if section.eager == AUTO else section
 
 
 def records(s: TrainSettings) -> bool:
@@ -149,20 +152,19 @@ def records(s: TrainSettings) -> bool:
 
 def hindrances(s: TrainSettings) -> list[tuple[str, Any, str]]:
     """Settings that prevent the recording of passes as CUDA graphs, as (path, value, reason)."""
-    model, again = s.model, s.model.checkpoint_layers
+    model = s.model
+    own = model.attention not in ("auto", *BY_DEVICE) and ":" not in model.attention
     known = (
-        ("device", s.device, s.device == "cpu", "has no graphs"),
-        ("rollout.ahead", s.rollout.ahead, s.rollout.ahead > 0, "runs other work on the GPU meanwhile"),
-        ("model.remove_padding", False, not model.remove_padding, "runs rows of any width"),
-        ("model.share_prompts", True, model.share_prompts is True, "lets rows share tokens"),
-        ("model.checkpoint_layers", again, bool(again), "computes layers again"),
-        ("model.compile_layers", True, model.compile_layers, "may compile a layer in any pass"),
-        ("model.offload_activations", True, model.offload_activations, "moves memory in every pass"),
+        ("device", s.device.partition(":")[0] not in (AUTO, "cuda"), "has no graphs"),
+        ("rollout.ahead", s.rollout.ahead > 0, "runs other work on the GPU meanwhile"),
+        ("model.remove_padding", not model.remove_padding, "runs rows of any width"),
+        ("model.share_prompts", model.share_prompts is True, "lets rows share tokens"),
+        ("model.checkpoint_layers", bool(model.checkpoint_layers), "computes layers again"),
+        ("model.compile_layers", model.compile_layers, "may compile a layer in any pass"),
+        ("model.offload_activations", model.offload_activations, "moves memory in every pass"),
+        ("model.attention", own, "plans on the host, by the lengths of rows"),
     )
-    found = [(path, value, why) for path, value, hinders, why in known if hinders]
-    if model.attention not in ("auto", *BY_DEVICE) and ":" not in model.attention:
-        found.append(("model.attention", model.attention, "plans on the host, by the lengths of rows"))
-    return found
+    return hinder(s, known)
 
 
 def old_log_probs_source(settings: TrainSettings) -> OldLogProbs:
@@ -246,10 +248,9 @@ def passes_before_update(s: TrainSettings) -> list[str]:
 
 def sharing_hindrances(s: TrainSettings) -> list[tuple[str, Any, str]]:
     """Settings that prevent rows from sharing the computation of their prompt, as (path, value, reason)."""
-    model, replay, context = s.model, s.algorithm.router_replay, s.mesh.context
     known = (
-        ("model.remove_padding", False, not model.remove_padding, "runs padded rows as they are"),
-        ("mesh.context", context, context > 1, "deals the packed row in blocks"),
-        ("algorithm.router_replay", replay, replay != "none", "replays what routers chose for each row"),
+        ("model.remove_padding", not s.model.remove_padding, "runs padded rows as they are"),
+        ("mesh.context", s.mesh.context > 1, "deals the packed row in blocks"),
+        ("algorithm.router_replay", s.algorithm.router_replay != "none", "replays what routers chose for each row"),
     )
-    return [(path, value, why) for path, value, hinders, why in known if hinders]
+    return hinder(s, known)

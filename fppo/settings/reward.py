@@ -49,6 +49,10 @@ class RewardModelSettings:
     """Where its tokenizer is; None: in path, if that one differs; else it reads the policy's tokens."""
     chat: bool | None = setting(None)
     """Put texts for a tokenizer of its own through that one's chat template; None: where data.chat does so."""
+    max_tokens: int | None = setting(None, at_least(1), at_most(MOST_TOKENS))
+    """The longest row that it reads, prompt and response, in its own tokens; None: any."""
+    over_long: Literal["error", "truncate"] = setting("error")
+    """What happens to longer rows; truncate keeps the end of them, and counts them."""
     dtype: Literal["float32", "bfloat16"] = setting("float32")
     """The dtype it is kept in, but for its head; bfloat16 halves its memory, and it then runs in that too."""
     micro_batch_size: int | None = setting(None, at_least(1))

@@ -16,6 +16,7 @@ from fppo.fields import (
     above,
     at_least,
     at_most,
+    below,
     nonempty,
     place,
     setting,
@@ -24,6 +25,8 @@ from fppo.fields import (
 from fppo.rollout.vllm.options import VllmOptions
 from fppo.settings.component import given, named
 from fppo.settings.tables import AGENT, ENVIRONMENTS
+
+CUTS = ("top_k", "top_p", "min_p")  # settings that keep some tokens from being drawn
 
 
 def _ids(values: tuple[int, ...]) -> str | None:
@@ -131,6 +134,8 @@ class RolloutSettings:
     """Sample among the k likeliest tokens only; None: among all."""
     top_p: float = setting(1.0, above(0), at_most(1))
     """Sample among the likeliest tokens that together have this probability."""
+    min_p: float = setting(0.0, at_least(0), below(1))
+    """Sample among tokens with at least this share of the likeliest token's probability; 0: among all."""
     max_tokens: int = setting(256, at_least(1), at_most(MOST_TOKENS))
     """The longest response, in tokens."""
     stop: tuple[str, ...] = setting(())

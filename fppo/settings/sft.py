@@ -7,7 +7,7 @@ from typing import Literal
 import attrs
 
 from fppo.fields import MOST_ROWS, MOST_TOKENS, Problem, at_least, at_most, nonempty, setting
-from fppo.settings.learning import OptimizerSettings, WeightMode, passes_of
+from fppo.settings.learning import OptimizerSettings, TokenBudget, WeightMode, auto_or_at_least, passes_of
 
 
 @attrs.frozen(kw_only=True)
@@ -33,8 +33,8 @@ class SftSettings:
     """The constant length that seq-mean-token-sum-norm divides by."""
     micro_batch_size: int | None = setting(None, at_least(0))
     """Sequences per forward and backward pass; 0 or None: split by token_budget."""
-    token_budget: int | None = setting(None, at_least(0))
-    """Tokens per pass, into which rows are packed without padding; None: 16384, unless micro_batch_size is given."""
+    token_budget: TokenBudget = setting(None, auto_or_at_least(0))
+    """Tokens of a pass, rows packed without padding; auto: at most 16384, as fit; None: 16384, or micro_batch_size."""
     optimizer: OptimizerSettings = attrs.field(factory=lambda: OptimizerSettings(lr=1e-5))
     """The optimizer and its learning rate."""
 
@@ -50,7 +50,8 @@ READ = (  # the settings and sections that fppo sft reads
 )
 _NOT_READ = (  # of these sections
     *("data.ground_truth", "data.sampler", "data.curriculum", "data.max_prompt_tokens", "data.shuffle"),
-    *("model.critic_path", "model.ref_path", "model.ref_dtype", "model.ref_offload", "model.lora.critic_rank"),
+    *("model.critic_path", "model.ref_path", "model.ref_dtype", "model.ref_offload"),
+    *("model.lora.critic_rank", "model.lora.critic_path"),
     *("model.teacher_path", "model.teacher_dtype", "model.teacher_offload"),
     *("model.share_prompts", "model.lora.send"),
 )

@@ -20,6 +20,7 @@ ESTIMATORS: Functions = {  # of columns of the batch, by their names
     "gae": (f"{_TEMPORAL}:gae",),
     **{name: (f"{_TEMPORAL}:{name}",) for name in ("turn_gae", "td", "vtrace")},
     **{name: (f"{_GROUPED}:{name}",) for name in ("grpo", "maxrl", "rloo", "opo", "gpg", "grpo_passk", "gdpo")},
+    "grpo_process": ("fppo.advantages.process:grpo_process",),
     "reinforce_plus_plus_baseline": (f"{_GROUPED}:reinforce_plus_plus_baseline",),
     "optimal_token_baseline": ("fppo.advantages.token_baseline:optimal_token_baseline",),
     **{name: (f"{_TEMPORAL}:{name}",) for name in ("remax", "reinforce_plus_plus")},

@@ -7,13 +7,13 @@ take keywords.
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 import attrs
 
 from fppo._errors import did_you_mean
 from fppo.data.examples import Fields
+from fppo.devices import wrong_name
 from fppo.fields import (
     MOST_ROWS,
     MOST_TOKENS,
@@ -21,6 +21,7 @@ from fppo.fields import (
     above,
     at_least,
     at_most,
+    below,
     module_function,
     nonempty,
     only,
@@ -29,7 +30,7 @@ from fppo.fields import (
     temperature,
 )
 from fppo.settings.component import given, named
-from fppo.settings.learning import ActorSettings, AlgorithmSettings, CriticSettings
+from fppo.settings.learning import ActorSettings, AlgorithmSettings, CriticSettings, auto_or_at_least
 from fppo.settings.model import ModelSettings
 from fppo.settings.placement import MeshSettings, PlacementSettings
 from fppo.settings.reward import RewardSettings
@@ -151,6 +152,8 @@ class EvalSettings:
     """As rollout.top_k; 0: all tokens; None: as there."""
     top_p: float | None = setting(None, above(0), at_most(1))
     """As rollout.top_p; None: as there."""
+    min_p: float | None = setting(None, at_least(0), below(1))
+    """As rollout.min_p; None: as there."""
     max_tokens: int | None = setting(None, at_least(1), at_most(MOST_TOKENS))
     """The longest response, in tokens; None: rollout.max_tokens."""
     stop: tuple[str, ...] | None = setting(None)
@@ -175,7 +178,7 @@ class CheckpointSettings:
 class DigestSettings:
     """Which steps' digests are written, for fppo replay to compare with."""
 
-    every: Literal["auto"] | int = setting("auto", lambda x: None if x == "auto" else at_least(0)(x))
+    every: Literal["auto"] | int = setting("auto", auto_or_at_least(0))
     """Steps between digests; 0: of steps with a checkpoint only, which always have one; auto: about 1 % of the time."""
 
 
@@ -217,10 +220,6 @@ class LogSettings:
     """The group that it belongs to in W&B, trackio and SwanLab; a tag in MLflow."""
 
 
-def _device(name: str) -> str | None:
-    return None if re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) else "must be auto, cpu, cuda or cuda:N"
-
-
 @attrs.frozen(kw_only=True)
 class TrainSettings:
     """Everything that a run of `fppo train` depends on."""
@@ -235,8 +234,8 @@ class TrainSettings:
     """Where modules of module:function are sought too; none: beside the settings file, and the working directory."""
     resume: str = setting("auto", nonempty("give auto, never, must, or a checkpoint"), place)
     """auto: from the last checkpoint if there is one; must: or fail; never: start anew; or a checkpoint's directory."""
-    device: str = setting("auto", _device)
-    """Where tensors live: auto (a GPU if there is one), cpu, cuda or cuda:N."""
+    device: str = setting("auto", wrong_name)
+    """Where tensors live: auto (an accelerator if there is one), cpu, cuda or cuda:N (ROCm too), xpu, npu or mps."""
     check: bool = setting(True)
     """Put your own loss, estimator and kernels through a few laws before the run; it takes a fraction of a second."""
     model: ModelSettings = setting(ModelSettings)

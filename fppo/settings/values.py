@@ -50,14 +50,14 @@ RENAMED = {
 
 
 def read_section(
-    cls: type, values: Mapping[str, Any], prefix: str = "", *, known: Sequence[str] = ()
+    cls: type, values: Mapping[str, Any], prefix: str = "", *, paths: Sequence[str] = ()
 ) -> tuple[Any, list[Problem]]:
     """Make an instance of the section `cls` from `values`, with defaults in place of wrong ones; returns it, and all
-    problems. `prefix` is the section's path with a dot; `known` are the paths of all settings, for hints."""
+    problems. `prefix` is the section's path with a dot; `paths` are the paths of all settings, for hints."""
     fields = kinds_of(cls)
     others = {name: value for name, value in values.items() if name not in fields}
     is_part = table_of(cls) is not None
-    problems = [] if is_part else [_unknown(name, value, list(fields), prefix, known) for name, value in others.items()]
+    problems = [] if is_part else [_unknown(name, value, list(fields), prefix, paths) for name, value in others.items()]
     kept: dict[str, Any] = {"keywords": others} if is_part else {}
     for name, kind in fields.items():
         if name not in values:
@@ -72,7 +72,7 @@ def read_section(
                 problems.append(Problem(path, value, f"must be {described(kind)}{_nearest_choice(value, kind)}"))
         elif isinstance(value, Mapping):
             default = next(f for f in attrs.fields(cls) if f.name == name).default.factory()  # type: ignore[union-attr]
-            section, wrong = read_section(kind, value, f"{path}.", known=known)
+            section, wrong = read_section(kind, value, f"{path}.", paths=paths)
             changes = {f.name: getattr(section, f.name) for f in attrs.fields(kind) if name_of(f) in value}
             changes |= {"keywords": section.keywords} if table_of(kind) is not None else {}
             kept[name] = attrs.evolve(default, **changes)
@@ -118,10 +118,10 @@ def converter() -> cattrs.Converter:
     own = cattrs.Converter()
 
     def exactly(*kinds: type) -> Callable[[Any, Any], Any]:
-        def structure(value: Any, wanted: Any) -> Any:
-            if isinstance(value, bool) != (wanted is bool) or not isinstance(value, kinds):
+        def structure(value: Any, kind: Any) -> Any:
+            if isinstance(value, bool) != (kind is bool) or not isinstance(value, kinds):
                 raise TypeError
-            return wanted(value)
+            return kind(value)
 
         return structure
 

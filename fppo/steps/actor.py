@@ -68,7 +68,8 @@ PLAIN = PolicyTerms()
 
 @state
 class PreparedRows(Experience):
-    """Rows with columns that the objective computed from the whole mini-batch."""
+    """Rows with what the objective computed from the whole mini-batch: the tokens of a selective loss (`selected`), and
+    the weights of the negative log-likelihood (`positive`)."""
 
     selected: Tensor | None = None  # [B, T] bool: the tokens of a `SelectiveLoss`
     positive: Tensor | None = None  # [B, T]: the weights of the negative log-likelihood
@@ -216,11 +217,11 @@ class UpdateActor:
             old = log_probs if self.old_log_probs == "update" else rows.old_log_probs
             columns = (log_probs, old, rows.advantages, rows.response_mask)
             selected = self.loss_fn.select_fn(*columns, noise=noise)
-        own = [x if x is None or len(mini.shares) == 1 else x[_numbers(mini, forward)] for x in (selected, positive)]
+        own = [x if x is None or len(mini.shares) == 1 else x[_own_rows(mini, forward)] for x in (selected, positive)]
         return extend(PreparedRows, mini.own, selected=own[0], positive=own[1])
 
 
-def _numbers(mini: MiniBatch, forward: Forward) -> list[int]:
+def _own_rows(mini: MiniBatch, forward: Forward) -> list[int]:
     """The indices of this rank's rows in a mini-batch."""
     return mini.shares[place_on(forward.mesh, DATA_AXES)]
 

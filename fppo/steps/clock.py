@@ -41,11 +41,11 @@ def between(clock: Clock) -> Clock:
 
 
 class UpdateTurn(NamedTuple):
-    """The number of an update among the `each` updates of a step, from 0."""
+    """The number of an update among the `per_step` updates of a step, from 0, and the schedule's `timeline`."""
 
     timeline: Timeline
     number: int
-    each: int
+    per_step: int
 
 
 def at_step(clock: Clock, step: int, steps: int) -> Clock:
@@ -53,7 +53,7 @@ def at_step(clock: Clock, step: int, steps: int) -> Clock:
     return replace(clock, first=step if clock.first < 0 else clock.first, step=step, steps=steps)
 
 
-def tick(clock: Clock, turn: UpdateTurn) -> tuple[Clock, float]:
+def before_update(clock: Clock, turn: UpdateTurn) -> tuple[Clock, float]:
     """The clock before an update, and the update's position on the schedule, which may have a fraction. In a run that
     goes as planned the position is the number of earlier updates."""
     timeline, number, each = turn
@@ -69,7 +69,7 @@ def tick(clock: Clock, turn: UpdateTurn) -> tuple[Clock, float]:
     return clock, int(place) if place == int(place) else place
 
 
-def tock(clock: Clock, turn: UpdateTurn, report: Metrics) -> Clock:
+def after_update(clock: Clock, turn: UpdateTurn, report: Metrics) -> Clock:
     """The clock after an update that returned the metrics `report`. Only during the warm-up does it read the metric of
     skipped updates, which waits for the device."""
     if clock.ended >= 0 or clock.made >= turn.timeline.warmup:

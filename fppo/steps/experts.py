@@ -103,13 +103,13 @@ def counted(attention_mask: Mask, response_mask: Mask) -> Mask:
     return attention_mask & response_mask.any(1, keepdim=True)
 
 
-def check_routers(model: Model, what: str) -> tuple[Router, ...]:
-    """The model's routers. Raises ValueError if the model has none, or if they cannot report their choices; `what`
+def check_routers(model: Model, remedy: str) -> tuple[Router, ...]:
+    """The model's routers. Raises ValueError if the model has none, or if they cannot report their choices; `remedy`
     names the setting to leave out."""
     if model.compile_layers:
-        raise ValueError(f"compiled layers do not report their routers' choices: {what}, or compile_layers")
+        raise ValueError(f"compiled layers do not report their routers' choices: {remedy}, or compile_layers")
     if not model.routers:
-        raise ValueError(f"model type {model.config.model_type!r} has no routers of experts that fppo knows: {what}")
+        raise ValueError(f"model type {model.config.model_type!r} has no routers of experts that fppo knows: {remedy}")
     return model.routers
 
 
@@ -124,18 +124,18 @@ def own_routers(model: Model) -> list[int]:
     return [number for number, router in enumerate(model.routers) if router.layer in layers]
 
 
-def check_biases(model: Model, what: str) -> None:
-    """Raise ValueError for a model whose routers have no biases to adjust; `what` names the setting to leave out."""
+def check_biases(model: Model, remedy: str) -> None:
+    """Raise ValueError for a model whose routers have no biases to adjust; `remedy` names the setting to leave out."""
     if model.frozen is not None:
-        raise ValueError(f"the biases of routers are in the frozen base of an adapter: {what}")
-    if not any(router.bias for router in check_routers(model, what)):
-        raise ValueError(f"model type {model.config.model_type!r} has no router with a bias to balance by: {what}")
+        raise ValueError(f"the biases of routers are in the frozen base of an adapter: {remedy}")
+    if not any(router.bias for router in check_routers(model, remedy)):
+        raise ValueError(f"model type {model.config.model_type!r} has no router with a bias to balance by: {remedy}")
 
 
-def columns(rows: _RoutedRows, *, tells: Sequence[str], replay: bool) -> dict[str, Tensor]:
+def columns(rows: _RoutedRows, *, router_outputs: Sequence[str], replay: bool) -> dict[str, Tensor]:
     """The rows' columns [B, S, ...] that the routers' part of a pass needs; none if the pass neither reports routers'
-    outputs (`tells`) nor replays choices."""
-    if not (tells or replay):
+    outputs (`router_outputs`) nor replays choices."""
+    if not (router_outputs or replay):
         return {}
     found = {"counted": counted(rows.attention_mask, rows.response_mask)}
     if replay:
@@ -152,16 +152,16 @@ def columns(rows: _RoutedRows, *, tells: Sequence[str], replay: bool) -> dict[st
 def routed_pass(
     columns: Mapping[str, Tensor],
     rows: _RoutedRows,
-    tells: Sequence[str],
+    router_outputs: Sequence[str],
     *,
     index: Tensor | None = None,
     places: Tensor | None = None,
 ) -> RoutedPass | None:
     """The routers' part of a pass over tokens with these columns [N, ...] that reports these outputs; None without
-    columns."""
+    columns. `index` and `places` are as in `RoutedPass`."""
     if not columns:
         return None
-    routes, times = Routes(columns.get("routed"), own="routed" in tells), columns.get("times")
+    routes, times = Routes(columns.get("routed"), own="routed" in router_outputs), columns.get("times")
     counted = columns["counted"] if times is None else times > 0
     return RoutedPass(routes, counted, tuple(rows.attention_mask.shape), index, places, times)
 
@@ -178,7 +178,8 @@ def times_of(counted: Mask, real: Tensor, places: Tensor, total: int) -> Int[Ten
 def of_routers(
     routed: RoutedPass | None, outputs: Sequence[str], model: Model, mesh: Mesh, pad: Callable[..., Tensor]
 ) -> dict[str, Any]:
-    """Compute the requested `outputs` that routers report, by name; none for a pass without a routers' part."""
+    """Compute the requested `outputs` that routers report, by name; {} for a pass without them. `pad` unpacks
+    tokens."""
     if routed is None:
         return {}
     makes: dict[str, Callable[[], Any]] = {
@@ -191,7 +192,7 @@ def of_routers(
 
 def chosen(routed: RoutedPass, model: Model, axis: Axis, pad: Callable[..., Tensor]) -> Int[Tensor, "b s l k"]:
     """The routers' own choices of experts, uint8 or int32 [B, S, L, k]; zeros at padding and for routers of other
-    pipeline stages. Complete on every rank of the axis that cuts rows."""
+    pipeline stages. Complete on every rank of the axis that cuts rows. `pad` is the kernel that unpacks tokens."""
     whole = gather_sequence(experts_of(routed.routes.routed, model.routers, routed.counted), axis)
     if routed.index is None or routed.places is None:
         return whole.view(*routed.shape, *whole.shape[1:])
@@ -200,7 +201,9 @@ def chosen(routed: RoutedPass, model: Model, axis: Axis, pad: Callable[..., Tens
 
 @torch.no_grad()
 def loads(experts: Int[Tensor, "n l k"], times: Tensor, count: int) -> Float[Tensor, "l e"]:
-    """The number of choices [N, L, k] of each of `count` experts, float64 [L, E], with tokens counted `times` [N]."""
+    """Count how often each expert was chosen, by router: float64 [L, E]. `experts` [N, L, k] are the k choices of each
+    of N tokens at L routers, `count` is E, the number of experts, and `times` [N] is how often each token counts, 0
+    outside the mask."""
     n, routers, k = experts.shape
     ones = times.double()[:, None].expand(n, k).flatten()
     empty = ones.new_zeros(count)
@@ -237,9 +240,9 @@ def router_sums(routed: RoutedPass, model: Model, mesh: Mesh) -> RouterSums:
 
 
 def rerouted(engine: Int[Tensor, "b s l k"], own: Int[Tensor, "b s l k"], attention_mask: Mask) -> Metrics:
-    """How often a pass would choose other experts than the engine did: the fraction of tokens for which some router
-    would, and the fraction of all choices. Order does not matter; each row's last token, which the engine did not run,
-    is left out."""
+    """How often a pass's `own` choices of experts differ from the engine's: the fraction of tokens for which some
+    router would, and the fraction of all choices. Order does not matter; each row's last token, which the engine did
+    not run, is left out."""
     ran = attention_mask & F.pad(attention_mask, (0, 1))[:, 1:]
     differs = (engine.sort(-1).values != own.sort(-1).values).any(-1)  # [B, S, L]
     return {
@@ -299,7 +302,7 @@ def split_loads(report: Metrics, prefix: str, routers: Sequence[Router]) -> tupl
 
 
 def rank_loads(loads: Float[Tensor, "l e"], ranks: int) -> Float[Tensor, " r"]:
-    """The load of the experts on each of `ranks` ranks of an expert axis, all layers together, relative to the mean:
+    """The load of the experts on each of `ranks` ranks of an expert axis, over all layers, relative to the mean:
     [R]."""
     own = loads.view(len(loads), ranks, -1).sum((0, 2))
     return own / own.mean().clamp(min=1e-9)

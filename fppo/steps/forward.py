@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from itertools import chain, count, repeat
+from typing import Any
 
 import attrs
 import torch
@@ -12,13 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fppo import batch as batches
-from fppo import models
+from fppo import devices, models, tree
 from fppo.models.heads import Head
 from fppo.models.model import Model
-from fppo.runtime.mesh import AXES, all_reduce
+from fppo.runtime.mesh import AXES, all_reduce, device_of
 from fppo.runtime.offload import OnHost
 from fppo.shapes import Tokens
-from fppo.steps import experts
+from fppo.steps import experts, memory
 from fppo.steps.experts import RoutedPass
 from fppo.steps.images import own_images, packed_images, padded_images
 from fppo.steps.micro_batching import MicroBatching
@@ -28,12 +29,12 @@ from fppo.steps.packed import (
     MicroBatch,
     blank_masks,
     cut,
-    every_place,
     gathered,
     indexed,
     indices_of,
     masks_of,
     multiple,
+    padded_indices,
     places_of_rows,
     slice_of,
 )
@@ -65,6 +66,7 @@ def forward_micro_batch(
     head: its "outputs" [B, T, K], or the "values" [B, T] that `forward.read` computes from them. Only positions in the
     response mask reach a head. "routed", "loads" and "router_sums" need a model with routers of experts.
 
+    The rows of a device without float64 are on the host: the pass copies what it reads, and returns its outputs there.
     With the `indices` of the rows' tokens (`packed.indexed`) the pass does not wait for the device. A pipeline stage
     starts from the hidden states [N, H] `received` from the stage before it.
 
@@ -76,14 +78,17 @@ def forward_micro_batch(
     the sum over the axis is the gradient.
     """
     check_outputs(forward.model, outputs)
-    if goes_on(forward.model):
+    if has_next_stage(forward.model):
         raise ValueError("this rank has a pipeline stage without the head: call compute_outputs on all ranks")
-    mask, tensor, padded = rows.response_mask, forward.mesh["tensor"], _maps_over(rows)
     check_transforms(forward)
+    ready, home = opened(params, forward.model, forward.mesh), rows.tokens.device
+    device = device_of(ready.root)
+    if device != devices.home_of(device):
+        rows, indices = tree.map(lambda x: x if x.dtype == torch.float64 else x.to(device), rows), None
+    mask, tensor, padded = rows.response_mask, forward.mesh["tensor"], _maps_over(rows)
     if padded:
-        forward, indices = attrs.evolve(forward, remove_padding=False), every_place(rows, forward.mesh)
+        forward, indices = attrs.evolve(forward, remove_padding=False), padded_indices(rows, forward.mesh)
     indices = indices_of(rows, indices, forward)
-    ready = opened(params, forward.model, forward.mesh)
     hidden, routed = _hidden(ready, rows, indices, forward, outputs, received)
     own, head = indices.own, models.output_head(forward.model, ready.root)
     states = hidden[own.places] if indices.shared is None else read(hidden, indices.shared.reads)
@@ -95,7 +100,8 @@ def forward_micro_batch(
     tokens = {name: pad(x, indices.responses, mask.shape) for name, x in zip(names, columns, strict=True)}
     if padded:
         tokens = {name: x.where(mask if x.dim() == 2 else mask[..., None], 0.0) for name, x in tokens.items()}
-    return TokenOutputs(**tokens, **experts.of_routers(routed, outputs, forward.model, forward.mesh, pad))
+    computed = TokenOutputs(**tokens, **experts.of_routers(routed, outputs, forward.model, forward.mesh, pad))
+    return computed if device == devices.home_of(device) else tree.map(lambda x: x.to(home), computed)
 
 
 def _of_head(
@@ -164,14 +170,18 @@ def stage_states(
     received: Tensor | None,
     outputs: Sequence[str] = (),
 ) -> tuple[Tensor, TokenOutputs]:
-    """The hidden states [N, H] that a pipeline stage passes on (this rank's slice, after the stage's last layer), and
-    the outputs that its routers report; see `forward_micro_batch`."""
+    """Run this rank's pipeline stage on a micro-batch. Returns the hidden states [N, H] of this rank's N tokens after
+    the stage's last layer, to be sent to the next stage, and the outputs of the stage's routers.
+
+    `received` are the hidden states [N, H] of the stage before; None on the first stage. Of `outputs` only "routed",
+    "loads" and "router_sums" count here, since the others need the head.
+    """
     ready, model = opened(params, forward.model, forward.mesh), forward.model
     hidden, routed = _hidden(ready, micro.rows, micro.indices, forward, outputs, received)
     return hidden, TokenOutputs(**experts.of_routers(routed, outputs, model, forward.mesh, forward.kernels.pad))
 
 
-def goes_on(model: Model) -> bool:
+def has_next_stage(model: Model) -> bool:
     """Whether a model is a pipeline stage with a stage after it."""
     return bool(model.spans) and not model.spans[-1].ends
 
@@ -190,15 +200,17 @@ def _hidden(
     received: Tensor | None,
 ) -> tuple[Tensor, RoutedPass | None]:
     """Hidden states of this rank's tokens [N, H], and the routers' part of the pass if the outputs need it."""
-    tells = [name for name in outputs if name in OF_ROUTERS]
+    router_outputs = [name for name in outputs if name in OF_ROUTERS]
     if forward.remove_padding:
-        hidden, _, routed = packed_hidden(params, rows, indices, forward, tells=tells, received=received)
+        hidden, _, routed = packed_hidden(
+            params, rows, indices, forward, router_outputs=router_outputs, received=received
+        )
         return hidden, routed
     positions = (rows.attention_mask.cumsum(1) - 1).clamp(min=0)
     attend = models.padded_attention(rows.attention_mask)
     received = None if received is None else received.unflatten(0, rows.tokens.shape)
-    columns = experts.columns(rows, tells=tells, replay=forward.replay)
-    routed = experts.routed_pass({name: x.flatten(0, 1) for name, x in columns.items()}, rows, tells)
+    columns = experts.columns(rows, router_outputs=router_outputs, replay=forward.replay)
+    routed = experts.routed_pass({name: x.flatten(0, 1) for name, x in columns.items()}, rows, router_outputs)
     images, positions = padded_images(rows, forward.model, positions, indices.real)
     hidden = models.hidden_states(
         forward.model,
@@ -221,13 +233,13 @@ def packed_hidden(
     indices: Indices,
     forward: Forward,
     *,
-    tells: Sequence[str] = (),
+    router_outputs: Sequence[str] = (),
     received: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, RoutedPass | None]:
     """Run the packed rows. Returns the hidden states of this rank's tokens [N, H]; for each token, row by row, its
-    index among all ranks' tokens, rank by rank; and the routers' part, if `tells` requests any of it."""
+    index among all ranks' tokens, rank by rank; and the routers' part, if `router_outputs` requests any of it."""
     kernels, mesh, real = forward.kernels, forward.mesh, indices.real
-    columns = experts.columns(rows, tells=tells, replay=forward.replay)
+    columns = experts.columns(rows, router_outputs=router_outputs, replay=forward.replay)
     packed = kernels.unpad(rows.tokens, rows.attention_mask, columns=columns, multiple=multiple(mesh), places=real)
     part, shared = slice_of(packed, kernels, mesh, indices), indices.shared
     index, longest, more = packed.index, packed.lengths.max_length, dict[str, Tensor]()
@@ -237,7 +249,7 @@ def packed_hidden(
             more["times"] = experts.times_of(columns["counted"], index, shared.places, len(packed.tokens))
     columns = {name: part.own(x) for name, x in {**packed.columns, **more}.items()}
     places = places_of_rows(part.places, indices)
-    routed = experts.routed_pass(columns, rows, tells, index=index, places=places)
+    routed = experts.routed_pass(columns, rows, router_outputs, index=index, places=places)
     images, positions = packed_images(rows, forward.model, packed.tokens, packed.positions, real.sizes, shared)
     if images is not None:
         images, positions = own_images(images, positions, part, mesh.token_axis)
@@ -253,7 +265,7 @@ def packed_hidden(
         routes=None if routed is None else routed.routes,
         longest=longest,
     )
-    return (hidden if goes_on(forward.model) else all_gather(hidden, mesh["tensor"])), places, routed
+    return (hidden if has_next_stage(forward.model) else all_gather(hidden, mesh["tensor"])), places, routed
 
 
 def ordered_passes(rows: Rows, micro_batching: MicroBatching, forward: Forward) -> tuple[Tensor, Iterable[MicroBatch]]:
@@ -289,20 +301,26 @@ def run_passes(
     forward: Forward,
     shape: Callable[[Rows], Sequence[int]],
     outputs: Sequence[str] = (),
-    tell: Callable[[int, TokenOutputs], None] = lambda number, told: None,
+    on_routers: Callable[[int, TokenOutputs], None] = lambda number, told: None,
     record: Recorder | None = None,
-    what: Hashable | None = None,
-) -> list[Tensor]:
+    identity: Hashable | None = None,
+    halve: str | None = None,
+) -> list[Any]:
     """Run `fn(params, micro_batch, forward=forward, received=...)` on each micro-batch; results have `shape(rows)`.
 
-    On a pipeline axis all ranks get the results, and `tell` is called with a micro-batch's number and the outputs that
-    routers of stages before the last report. With `record` passes may be recorded; `what` identifies everything besides
-    its arguments that `fn` depends on.
+    On a pipeline axis all ranks get the results, and `on_routers` is called with a micro-batch's number and the outputs
+    that routers of stages before the last report. With `record` passes may be recorded; `identity` stands for
+    everything besides its arguments that `fn` depends on. If a stage's name is given to `halve`, a micro-batch that
+    does not fit into memory becomes several, with a result each.
     """
-    if record is not None and what is not None:
-        return [run_one(fn, what, params, one, forward=forward, record=record) for one in micro_batches]
     if not forward.model.spans:
-        return [fn(params, one, forward=forward, received=None) for one in micro_batches]
+        apply = partial(fn, received=None)
+        if record is not None and identity is not None:
+            apply = partial(run_one, fn, identity, record=record)
+        if halve is not None:
+            run_it = lambda one, forward: apply(params, one, forward=forward)  # noqa: E731
+            return memory.in_rounds(run_it, micro_batches, forward=forward, name=halve)
+        return [apply(params, one, forward=forward) for one in micro_batches]
     every = list(micro_batches)
 
     def run(
@@ -313,10 +331,10 @@ def run_passes(
         received: Tensor | None,
     ) -> Tensor:
         number, one = numbered
-        if not goes_on(forward.model):
+        if not has_next_stage(forward.model):
             return fn(params, one, forward=forward, received=received)
         states, told = stage_states(params, one, forward=forward, received=received, outputs=outputs)
-        tell(number, told)
+        on_routers(number, told)
         return states
 
     lengths, shapes = [one.indices.length for one in every], [shape(one.rows) for one in every]
@@ -350,26 +368,36 @@ def compute_outputs(
     wide = {"outputs": forward.model.outputs}
     wide |= {"hidden": models.hidden_width(forward.model)} if "hidden" in names else {}
     sizes = [wide.get(name, 1) for name in names]
+    asked = [name for name in outputs if name in OF_ROUTERS]
 
     def tell(number: int, told: TokenOutputs) -> None:  # the outputs that other pipeline stages lack
         if told.routed is not None:
             routed[number] = routed[number] + told.routed if number in routed else told.routed
 
-    def run(
-        params: Params | Gathered | OnHost, micro: MicroBatch, *, forward: Forward, received: Tensor | None
-    ) -> Tensor:
+    def run(params: Params | Gathered | OnHost, micro: MicroBatch, *, forward: Forward, received: Tensor | None) -> Any:
         given = {"outputs": outputs, "temperature": temperature, "indices": micro.indices, "received": received}
         out = forward_micro_batch(params, micro.rows, forward=forward, **given)
-        tell(next(numbers), out)
         columns = [getattr(out, name) for name in names]
-        return torch.cat([x.movedim(-1, 0) if x.dim() > 2 else x[None] for x in columns])
+        columns = torch.cat([x.movedim(-1, 0) if x.dim() > 2 else x[None] for x in columns])
+        if not forward.model.spans:
+            return (columns, out.routed) if asked else columns
+        tell(next(numbers), out)
+        return columns
 
     order, micro_batches = ordered_passes(rows, micro_batching, forward)
     passed = for_passes(params, forward, record)
     shape = lambda rows: (sum(sizes), *rows.response_mask.shape)  # noqa: E731
-    asked = [name for name in outputs if name in OF_ROUTERS]
-    recorded = {} if forward.model.spans else {"record": record, "what": ("outputs", *outputs, temperature)}
-    results = run_passes(run, passed, micro_batches, forward=forward, shape=shape, outputs=asked, tell=tell, **recorded)
+    recorded: dict[str, Any] = {}
+    if not (forward.model.spans or asked):
+        recorded = {"record": record, "identity": ("outputs", *outputs, temperature)}
+    if micro_batching.halve_on_oom:
+        recorded["halve"] = f"a pass for {', '.join(outputs)}"
+    results = run_passes(
+        run, passed, micro_batches, forward=forward, shape=shape, outputs=asked, on_routers=tell, **recorded
+    )
+    if asked and not forward.model.spans:
+        results, told = zip(*results, strict=True)
+        routed = dict(enumerate(told))
     results = torch.cat(results, 1)[:, order]
     joined = {
         name: (x.movedim(0, -1) if name in wide else x[0]).contiguous().clone()  # in new memory

@@ -16,7 +16,7 @@ from fppo.shapes import Mask, Outputs
 from fppo.steps.critic import ValueLossFn
 from fppo.steps.loop import Loop
 from fppo.steps.optimizers import Optimizer
-from fppo.steps.perceptron import UNCLIPPED, beside, init_perceptron, perceptron, update_perceptron
+from fppo.steps.perceptron import UNCLIPPED, init_perceptron, perceptron, update_perceptron, with_truth_signs
 from fppo.steps.train_state import TrainState
 from fppo_kernels.shapes import Float
 
@@ -42,7 +42,7 @@ def hidden_values(
     on the prompt and the response before t, not on the token at t. `read` computes values from the K outputs [..., K].
     A privileged critic also reads `data.truth_signs` [B, T, F]. For an ensemble of N members: [N, B, T].
     """
-    return read(perceptron(params, beside(hidden.detach(), truth_signs))).where(mask, 0.0)
+    return read(perceptron(params, with_truth_signs(hidden.detach(), truth_signs))).where(mask, 0.0)
 
 
 @attrs.frozen(kw_only=True)

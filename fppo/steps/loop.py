@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -17,10 +18,12 @@ from fppo.episodes import episode_rows, num_episodes
 from fppo.grad import detached, gradients, value_and_grad, variables
 from fppo.key import Key
 from fppo.metrics import Metrics
+from fppo.models.model import Model
 from fppo.runtime import fsdp
-from fppo.runtime.mesh import DATA_AXES, data_metrics, gradient_sum, place_on, ranks_on
+from fppo.runtime.mesh import DATA_AXES, Mesh, all_reduce, data_metrics, gradient_sum, place_on, ranks_on
 from fppo.runtime.schedule import MakeSchedule, one_f_one_b
 from fppo.shapes import Tokens
+from fppo.steps import memory
 from fppo.steps.clock import Timeline, UpdateTurn
 from fppo.steps.experts import (
     RouterLosses,
@@ -31,16 +34,17 @@ from fppo.steps.experts import (
     split_loads,
     with_router_terms,
 )
-from fppo.steps.forward import forward_micro_batch, goes_on, stage_states
+from fppo.steps.forward import forward_micro_batch, has_next_stage, stage_states
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.outputs import Forward, Rows, TokenOutputs
-from fppo.steps.packed import Indices, Masks, MicroBatch, blank_masks, cut, indexed, masks_of, worth
+from fppo.steps.packed import Indices, Masks, MicroBatch, blank_masks, cut, indexed, keep_tokens_if_shared, masks_of
 from fppo.steps.ranks import blank, mini_batches, rounds, saved_work, shares
 from fppo.steps.recorded import Recorder, ready
 from fppo.steps.sharded import Gathered, Rooted, Whole, accumulable, rooted, scattered, whole
 from fppo.steps.stages import stage_gradients
 from fppo.steps.train_state import Params, TrainState, optimizer_step
+from fppo_kernels.collectives import Calls
 from fppo_kernels.shapes import Float
 from fppo_kernels.transforms import active
 
@@ -102,7 +106,7 @@ class Loop:
 
 
 class MiniBatch(NamedTuple):
-    """A mini-batch, which all data ranks hold, and this rank's share of it."""
+    """A mini-batch, which all data ranks hold, and this rank's share of it: its rows are `own`."""
 
     rows: Any  # all rows
     own: Any
@@ -112,7 +116,7 @@ class MiniBatch(NamedTuple):
     micro_batches: list[list[int]]  # the indices of this rank's rows in each micro-batch
     passes: int  # this rank's number of passes: its micro-batches, and blank ones to keep in step with other ranks
     key: Key  # the key for draws over its rows
-    alike: bool = False  # whether rows of the batch share tokens; equal on all ranks
+    shares_tokens: bool = False  # whether rows of the batch share tokens; equal on all ranks
 
 
 @attrs.frozen(kw_only=True)
@@ -152,6 +156,10 @@ class _Passes:
     routers: RouterLosses | None
     prefix: str  # of metrics' names
 
+    def counted(self, calls: Calls) -> _Passes:
+        """These passes, with their collectives of sharded parameters counted in `calls`, if there are any."""
+        return attrs.evolve(self, forward=memory.counted(self.forward, calls))
+
     def loss(
         self,
         params: Params | Gathered,
@@ -184,8 +192,8 @@ class _Passes:
     def stage(
         self, params: Params | Gathered, micro: MicroBatch, *, forward: Forward, received: Tensor | None
     ) -> tuple[Any, Metrics]:
-        """The hidden states that a pipeline stage before the last passes on, with the loss of its routers if it has
-        any; and their metrics."""
+        """The hidden states that a pipeline stage before the last passes on, from those `received` (None on the first),
+        with the loss of its routers if it has any; and their metrics."""
         outputs = self._outputs(self.objective.outputs)
         states, out = stage_states(params, micro, forward=forward, received=received, outputs=outputs)
         added, report = router_terms(out.loads, out.router_sums, self.routers, self.prefix)
@@ -194,8 +202,8 @@ class _Passes:
             return states, report
         return (states, loss if self.scale is None else loss * self.scale), report
 
-    def _outputs(self, wanted: Sequence[str]) -> tuple[str, ...]:
-        return (*wanted, *(() if self.routers is None else ("router_sums",)))
+    def _outputs(self, requested: Sequence[str]) -> tuple[str, ...]:
+        return (*requested, *(() if self.routers is None else ("router_sums",)))
 
 
 def weighted_sum(terms: dict[str, Tokens], weights: Tokens) -> tuple[Float[Tensor, ""], Metrics]:
@@ -224,40 +232,98 @@ def update(
     `state`. Raises ValueError for mini-batches larger than `batch`, and for a balance rate of a model without biases to
     balance by.
     """
-    if loop.balance_rate:
-        check_biases(forward.model, f"leave out balance_rate={loop.balance_rate}")
-    if loop.mini_batch_size > (count := num_episodes(batch)):
-        raise ValueError(f"mini_batch_size={loop.mini_batch_size}: the batch has {count} rows; give at most as many")
+    count = _divisible(batch, loop, forward)
     history: list[Metrics] = []
     mesh = attrs.evolve(forward.mesh, layout=forward.model.state_layout)
     gradient = partial(_gradients, record=record)
     if forward.model.spans:
         gradient = partial(_stage_gradients, make_schedule=loop.stage_schedule)
-    for mini in _mini_batches(batch, loop, forward, key):
+    begun = fitted = memory.remembered(loop.micro_batching, state.token_budget, mesh)
+    for mini in _mini_batches(batch, attrs.evolve(loop, micro_batching=begun), forward, key):
+        mini = mini if fitted == begun else _recut(mini, fitted, mesh)
         if objective.prepare is not None:
             mini = mini._replace(own=objective.prepare(state.params, mini, forward=forward))
         scale = None if optimizer.loss_scale is None else optimizer.loss_scale(state.opt)
         passes = _Passes(objective, forward, scale, objective.routers(mini, forward), prefix)
-        grads, report = gradient(state.params, mini, passes)
-        if mini.alike:
+        grads, report = None, {}
+        while grads is None:
+            calls = Calls()
+            with memory.lack_noted(repeat=fitted.halve_on_oom) as errors:
+                grads, report = gradient(state.params, mini, passes.counted(calls))
+            if errors:
+                memory.released()
+            if errors and mesh.sharded:  # so that other ranks can end theirs
+                gradient(state.params, mini._replace(micro_batches=[]), passes.counted(Calls(calls.begun)))
+            if (smaller := _smaller(mini, fitted, errors, passes)) is not None:
+                grads, (mini, fitted) = None, smaller
+        if mini.shares_tokens:
             report |= saved_work(forward.model, mini.masks, mini.micro_batches, prefix)
         report, loads = split_loads(metrics.settled(data_metrics(report, mesh)), prefix, forward.model.routers)
         state = state if donate or history else tree.copy(state)
-        state, stepped = optimizer_step(
-            state,
-            gradient_sum(grads, mesh),
-            optimizer=optimizer,
-            mesh=mesh,
-            fixed=forward.model.fixed,
-            turn=loop.turn(len(history), count),
-            donate=True,
-        )
-        if loop.balance_rate and loads is not None:
-            moved = balanced(state.params, loads, forward.model, mesh, rate=loop.balance_rate, unless=stepped)
-            state = tree.replace(state, params=moved)
+        turn = loop.turn(len(history), count)
+        state, stepped = _stepped(state, gradient_sum(grads, mesh), loads, optimizer, mesh, forward.model, turn, loop)
         objective = attrs.evolve(objective, first=None)
         history.append(metrics.merge(report, {f"{prefix}/{name}": m for name, m in stepped.items()}))
+    if loop.micro_batching.halve_on_oom:
+        state = tree.replace(state, token_budget=memory.agreed(fitted, batch.tokens.device, mesh))
     return state, metrics.merge(*history)
+
+
+def _divisible(batch: TrainRows, loop: Loop, forward: Forward) -> int:
+    """The number of episodes of a batch. Raises ValueError if the loop cannot divide them, or the model has no biases
+    that it could balance."""
+    if loop.balance_rate:
+        check_biases(forward.model, f"leave out balance_rate={loop.balance_rate}")
+    if loop.mini_batch_size > (count := num_episodes(batch)):
+        raise ValueError(f"mini_batch_size={loop.mini_batch_size}: the batch has {count} rows; give at most as many")
+    return count
+
+
+def _smaller(
+    mini: MiniBatch, micro_batching: MicroBatching, errors: Sequence[str], passes: _Passes
+) -> tuple[MiniBatch, MicroBatching] | None:
+    """A mini-batch cut by a smaller token budget, and the micro-batching that has this budget; None if all passes
+    fitted. They did not where there are `errors`, or on another rank that gathers parameters with this one."""
+    if not micro_batching.halve_on_oom:
+        return None
+    mesh, budget = passes.forward.mesh, micro_batching.token_budget
+    if errors:
+        budget = memory.halved(mini.masks, mini.micro_batches, passes.prefix, errors[0])
+    if mesh.sharded:
+        least = torch.tensor(budget, device=mini.weights.device)
+        budget = int(all_reduce(least, mesh["shard"], dist.ReduceOp.MIN))
+    if budget == micro_batching.token_budget:
+        return None
+    micro_batching = attrs.evolve(micro_batching, token_budget=budget)
+    return _recut(mini, micro_batching, mesh), micro_batching
+
+
+def _recut(mini: MiniBatch, micro_batching: MicroBatching, mesh: Mesh) -> MiniBatch:
+    """Cut this rank's rows of a mini-batch into other micro-batches."""
+    micro_batches = cut(mini.masks, micro_batching)
+    (passes,) = rounds([len(micro_batches)], mesh, mini.weights.device)
+    return mini._replace(micro_batches=micro_batches, passes=passes)
+
+
+def _stepped(
+    state: TrainState,
+    grads: Params,
+    loads: Any,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    model: Model,
+    turn: UpdateTurn | None,
+    loop: Loop,
+) -> tuple[TrainState, Metrics]:
+    """An optimizer's step by summed gradients, which gives up the memory of `state`, and the adjustment of routers'
+    biases by the `loads` of their experts."""
+    state, stepped = optimizer_step(
+        state, grads, optimizer=optimizer, mesh=mesh, fixed=model.untrained_params, turn=turn, donate=True
+    )
+    if loop.balance_rate and loads is not None:
+        moved = balanced(state.params, loads, model, mesh, rate=loop.balance_rate, unless=stepped)
+        state = tree.replace(state, params=moved)
+    return state, stepped
 
 
 def _mini_batches(batch: TrainRows, loop: Loop, forward: Forward, key: Key | None) -> Iterator[MiniBatch]:
@@ -267,14 +333,14 @@ def _mini_batches(batch: TrainRows, loop: Loop, forward: Forward, key: Key | Non
         drawn = None if key is None else key.fold("epoch", epoch)
         numbers = loop.mini_batches(batch, drawn)
         every, masks_of_every = zip(*(batches.rows((batch, masks), each) for each in numbers), strict=True)
-        masks_of_every = [worth(each, forward) for each in masks_of_every]
+        masks_of_every = [keep_tokens_if_shared(each, forward) for each in masks_of_every]
         shared = [shares(forward.model, each.lengths, mesh, each.sorted()) for each in masks_of_every]
         own, masks_of_own = every, masks_of_every
         if ranks_on(mesh, DATA_AXES) > 1:
             parts = [each[place_on(mesh, DATA_AXES)] for each in shared]
             both = zip(every, masks_of_every, strict=True)
             own, masks_of_own = zip(*(batches.rows(x, part) for x, part in zip(both, parts, strict=True)), strict=True)
-            masks_of_own = [worth(each, forward) for each in masks_of_own]
+            masks_of_own = [keep_tokens_if_shared(each, forward) for each in masks_of_own]
         cuts = [cut(each, loop.micro_batching) for each in masks_of_own]
         passes = rounds([len(each) for each in cuts], mesh, batch.tokens.device)
         if len(forward.model.spans) > 1:  # interleaved schedules need a multiple of the ranks
@@ -342,7 +408,7 @@ def _gradients(params: Params, mini: MiniBatch, passes: _Passes, *, record: Reco
 
 
 def _shards(grads: Any, params: Params, forward: Forward) -> Params:
-    """Convert gradients by a pass's inputs into gradients by the parameters."""
+    """Convert gradients with respect to a pass's inputs, which may be gathered, into those of `params`."""
     if isinstance(grads, Whole):
         return scattered(grads, params, forward.model, forward.mesh)
     return grads.params if isinstance(grads, Rooted) else grads
@@ -389,7 +455,7 @@ def _stage_gradients(
         params: Params | Gathered, one: tuple[MicroBatch, Tensor], *, forward: Forward, received: Tensor | None
     ) -> Any:
         micro, weights = one
-        if goes_on(forward.model):
+        if has_next_stage(forward.model):
             out, report = passes.stage(params, micro, forward=forward, received=received)
             others.append(report)
             return out

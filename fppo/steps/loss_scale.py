@@ -28,7 +28,8 @@ class LossScaled:
 
 
 def loss_scaled(optimizer: Optimizer, *, first: float = FIRST, interval: int = 2000) -> Optimizer:
-    """Wrap an optimizer for gradients of a scaled loss: they are divided by the scale in its state.
+    """Wrap an optimizer for gradients of a scaled loss: they are divided by the scale in its state, `first` at the
+    start.
 
     An update that `optimizer` skips because its gradients are not finite halves the scale. `interval` consecutive
     updates without a skip double it, within `LEAST` and `MOST`. The decision is made on the device, equally on all

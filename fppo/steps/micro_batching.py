@@ -12,10 +12,12 @@ import numpy as np
 
 @attrs.frozen
 class MicroBatching:
-    """The size of a micro-batch: `size` sequences, or as many as fit into `token_budget` real tokens."""
+    """The size of a micro-batch: `size` sequences, or as many as fit into `token_budget` real tokens. With
+    `halve_on_oom` a pass that runs out of memory is repeated with half of the tokens."""
 
     size: int | None = None
     token_budget: int | None = None
+    halve_on_oom: bool = False
 
     def __attrs_post_init__(self) -> None:
         if (self.size is None) == (self.token_budget is None):
@@ -24,6 +26,13 @@ class MicroBatching:
             )
         if (self.size or self.token_budget or 0) < 1:
             raise ValueError(f"micro-batching of {self.size or self.token_budget}: give 1 or more")
+        if self.halve_on_oom and self.token_budget is None:
+            raise ValueError("halve_on_oom halves a token budget: give token_budget in place of size")
+
+    @property
+    def halved_from(self) -> int | None:
+        """The token budget to begin with, where it may be halved; else None."""
+        return self.token_budget if self.halve_on_oom else None
 
 
 def partition(lengths: Sequence[int], micro_batching: MicroBatching) -> list[list[int]]:
@@ -100,8 +109,8 @@ def balance(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _trade_(groups: list[list[int]], loads: np.ndarray, values: np.ndarray) -> bool:
-    """Trade two sequences between the heaviest and the lightest of `groups`, in place; return whether a trade
-    helped."""
+    """Trade two sequences between the groups of the greatest and the least of `loads`, all in place, by the sequences'
+    `values`; return whether a trade helped."""
     heavy, light = int(loads.argmax()), int(loads.argmin())
     gap = int(loads[heavy] - loads[light])
     if gap < 2:

@@ -169,8 +169,7 @@ def _whole_shapes(shards: list[Tensor], mesh: Mesh) -> list[torch.Size]:
 
 
 def _orthogonal_rows(x: Tensor, shape: torch.Size, mesh: Mesh) -> Tensor:
-    """This rank's rows of the orthogonalised matrix, given this rank's rows `x` of the matrix; or this rank's matrices
-    of a stack."""
+    """This rank's rows of the orthogonalised matrix, given its rows `x` of the matrix; or its matrices of a stack."""
     if not mesh.sharded or x.dim() == 3:
         return orthogonalized(x)
     matrix = fsdp.gather({"": x}, {"": shape}, mesh)[""]

@@ -56,7 +56,7 @@ class Optimizer(NamedTuple):
 
 
 class UpdateCall(NamedTuple):
-    """Arguments of an update besides its trees."""
+    """Arguments of an update besides its trees: position, mesh, divisor of gradients, and whether it is `skipped`."""
 
     step: float
     mesh: Mesh
@@ -75,8 +75,8 @@ def clipped(
     max_grad_norm: float | None,
     schedule: Schedule | None = None,
 ) -> Optimizer:
-    """Make an optimizer of a function that updates in place, by adding clipping to a global norm, skipping and
-    donation.
+    """Make an optimizer of `init`, which makes the state, and `write_`, which updates in place, by adding clipping to
+    the global norm `max_grad_norm` (None: no clipping), skipping and donation.
 
     The norm is that of all gradients on all ranks. If it is not finite, parameters and state stay as they were, bit for
     bit, and the update counts as `skipped`. The device decides that, and the host does not wait for it.
@@ -107,7 +107,7 @@ def _update(
     layout = mesh.layout  # a rank may own no parameters, but the norm needs a dtype and device
     sharded = mesh.sharded
     owned = [g if layout is None or layout.owns(name, sharded=sharded) else g[:0] for name, g in grads.items()]
-    norm = _global_norm(owned, mesh)
+    norm = global_norm(owned, mesh)
     if mapped:
         take = _mapped_as(norm, schedule, step)
         params, grads, state = take(params), take(grads), take(state)
@@ -123,14 +123,14 @@ def _update(
 
 
 def _mapped_as(norm: Tensor, schedule: Schedule | None, step: float) -> Callable[[Any], Any]:
-    """Make a function that copies trees. If vmap maps over a gradient or the learning rate, it maps over the copies
-    too, so that results can be written into them."""
+    """Make a function that copies trees. If vmap maps over the gradients' `norm` or the learning rate, it maps over the
+    copies too, so that results can be written into them."""
     rate = norm if schedule is None else torch.as_tensor(schedule(step), device=norm.device)
     nothing = torch.zeros_like(norm, dtype=torch.bool) & torch.zeros_like(rate, dtype=torch.bool)
     return lambda each: tree.map(lambda x: torch.where(nothing, torch.zeros_like(x), x), each)
 
 
-def _global_norm(grads: list[Tensor], mesh: Mesh) -> Tensor:
+def global_norm(grads: list[Tensor], mesh: Mesh) -> Tensor:
     """The 2-norm of all gradients over all ranks: 0-d, in their dtype. Each gradient counts on one of the ranks over
     which the mesh cuts parameters."""
     norm = torch.cat([g.flatten() for g in grads]).norm() if active() else get_total_norm(grads)
@@ -324,8 +324,7 @@ def lion(
 def _plain_sgd_(
     params: Params, grads: Params, state: SgdState, call: UpdateCall, *, lr: float, momentum: float, nesterov: bool
 ) -> None:
-    """Compute torch's SGD update in plain operations, for transforms of torch.func, which its kernel does not
-    support."""
+    """Compute torch's SGD update in plain operations, for transforms of torch.func, unsupported by its kernel."""
     skipped = call.skipped.bool()
     for name, p in params.items():
         grad = grads[name] if call.scale is None else grads[name] / call.scale

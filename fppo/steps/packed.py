@@ -32,7 +32,7 @@ LEAST_SAVED = 0.1  # the fraction of tokens that sharing must save for "auto"
 
 
 class Slice(NamedTuple):
-    """A rank's tokens of a packed row of N tokens that is cut over one axis."""
+    """A rank's tokens of a packed row of N tokens that is cut over one axis, and how they attend."""
 
     own: Callable[[Tensor], Tensor]  # selects this rank's entries from values of all tokens [N, ...]
     attend: Attend
@@ -78,7 +78,7 @@ def masks_of(rows: Masked, forward: Forward | None = None) -> Masks:
     rows are on one. Raises ValueError for masks that vmap maps over."""
     if forward is None or not _shares(forward):
         return _on_host(rows)
-    return worth(masks_and_tokens(rows), forward)
+    return keep_tokens_if_shared(masks_and_tokens(rows), forward)
 
 
 def _on_host(rows: Masked) -> Masks:
@@ -86,7 +86,8 @@ def _on_host(rows: Masked) -> Masks:
 
 
 def masks_and_tokens(rows: Masked) -> Masks:
-    """The masks of rows, and their tokens if these can be read (not on meta, and no vmap maps over them)."""
+    """Copy the masks of rows to the host, and their tokens if they can be read: rows on the meta device, and rows that
+    vmap maps over, give masks alone. Waits for the device."""
     masks, tokens = _on_host(rows), getattr(rows, "tokens", None)
     if type(tokens) is not Tensor or tokens.is_meta or is_mapped(tokens):
         return masks
@@ -104,7 +105,7 @@ def sorted_rows(rows: Masked) -> SortedRows:
     return found
 
 
-def worth(masks: Masks, forward: Forward) -> Masks:
+def keep_tokens_if_shared(masks: Masks, forward: Forward) -> Masks:
     """The masks of rows, with the rows' tokens only if sharing common prefixes pays, according to
     `Forward.share_prompts`; without tokens nothing is shared."""
     if masks.tokens is None or not _shares(forward):
@@ -148,18 +149,19 @@ class Own(NamedTuple):
 
     numbers: Tensor | slice  # indices among the M tokens
     places: Tensor  # indices among this rank's tokens
-    slots: Tensor | None = None  # on several ranks: the index of each of the M among all ranks' own, `most` per rank
-    most: int = 0
+    slots: Tensor | None = None  # on several ranks: the index of each of the M among all ranks' own, `width` per rank
+    width: int = 0  # the most tokens of a rank
 
     def on(self, device: torch.device) -> Own:
         """Move the indices to a device."""
         numbers = self.numbers if isinstance(self.numbers, slice) else sent(self.numbers, device)
         slots = None if self.slots is None else sent(self.slots, device)
-        return Own(numbers, sent(self.places, device), slots, self.most)
+        return Own(numbers, sent(self.places, device), slots, self.width)
 
 
 class SharedRow(NamedTuple):
-    """A packed row of N tokens that holds once the tokens that several rows share; the rows have R tokens in all."""
+    """A packed row of N distinct tokens, some shared by several rows, and the keys that they see; the rows have R
+    tokens."""
 
     keys: SharedKeys
     reads: Readings  # readings of this rank's tokens before response tokens
@@ -190,10 +192,10 @@ class Indices:
     def of(self, rows: Masked, mesh: Mesh, packed: bool) -> bool:
         """Whether these indices are those of exactly these `rows`, on this mesh, and packed or not as requested."""
         same = self.attention_mask is rows.attention_mask and self.response_mask is rows.response_mask
-        return same and self.mesh is mesh and self.packed == packed
+        return same and self.mesh == mesh and self.packed == packed
 
 
-def every_place(rows: Masked, mesh: Mesh) -> Indices:
+def padded_indices(rows: Masked, mesh: Mesh) -> Indices:
     """Indices of all entries of rows, padding included, for masks that vmap maps over, which cannot be read."""
     (count, width), length, device = rows.attention_mask.shape, rows.response_mask.shape[1], rows.attention_mask.device
     place = torch.arange(count * length, device=device)
@@ -247,17 +249,19 @@ def find_indices(rows: Masked, masks: Masks, model: Model, mesh: Mesh, *, packed
     )
 
 
-def _shared(pieces: PackedPieces, every: Places, own: Own, length: int, axis: Axis, device: torch.device) -> SharedRow:
+def _shared(
+    pieces: PackedPieces, every_token: Places, own: Own, length: int, axis: Axis, device: torch.device
+) -> SharedRow:
     """Describe the packed row of `pieces`, whose rows share tokens.
 
-    `every` has the places of all rows' tokens, and `own` the tokens before response tokens, out of the `length` tokens
-    of this rank. Padding fills the row up to the ranks' equal lengths, as a piece of its own.
+    `every_token` has the places of all rows' tokens, and `own` the tokens before response tokens, out of the `length`
+    tokens of this rank. Padding fills the row up to the ranks' equal lengths, as a piece of its own.
     """
     fill = length * axis.size - len(pieces.index)
     return SharedRow(
         keys=share([*pieces.pieces, *([Branch(fill)] if fill else [])], device),
         reads=readings(own.places, length, device),
-        real=every._replace(index=sent(every.index, device)),
+        real=every_token._replace(index=sent(every_token.index, device)),
         places=sent(pieces.places, device),
     )
 
@@ -325,12 +329,12 @@ def own_tokens(tokens: Tensor, length: int, axis: Axis) -> Own:
 
 
 def gathered(columns: Sequence[Tensor], own: Own, axis: Axis) -> Sequence[Tensor]:
-    """Gather `columns` of this rank's tokens, each [m, ...], into columns of all M tokens, [M, ...], on every rank, by
-    one collective."""
+    """Gather `columns` of this rank's tokens `own`, each [m, ...], into columns of all M tokens, [M, ...], in the order
+    of the packed row, on every rank, by one collective."""
     if own.slots is None:
         return columns
     flat = [x.flatten(1) if x.dim() > 1 else x[:, None] for x in columns]
     stacked = torch.cat(flat, 1)
-    padded = torch.cat([stacked, stacked.new_zeros(own.most - len(stacked), stacked.shape[1])])
+    padded = torch.cat([stacked, stacked.new_zeros(own.width - len(stacked), stacked.shape[1])])
     whole = gather_sequence(padded, axis)[own.slots].split([x.shape[1] for x in flat], 1)
     return [x.view(-1, *column.shape[1:]) for x, column in zip(whole, columns, strict=True)]

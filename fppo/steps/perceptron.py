@@ -51,20 +51,22 @@ def init_perceptron(key: Key, inputs: int, *, width: int, outputs: int, members:
     }
 
 
-def perceptron(params: Params, seen: Float[Tensor, "b t f"]) -> Float[Tensor, "*n b t k"]:
-    """Compute the outputs [B, T, K] of a perceptron for features `seen` [B, T, F], or of an ensemble's N members,
+def perceptron(params: Params, features: Float[Tensor, "b t f"]) -> Float[Tensor, "*n b t k"]:
+    """Compute the outputs [B, T, K] of a perceptron for `features` [B, T, F], or of an ensemble's N members,
     [N, B, T, K]."""
-    seen = seen.to(params["in_weight"].dtype)
+    features = features.to(params["in_weight"].dtype)
     if params["in_weight"].dim() == 2:
-        hidden = F.gelu(F.linear(seen, params["in_weight"], params["in_bias"]))
+        hidden = F.gelu(F.linear(features, params["in_weight"], params["in_bias"]))
         return F.linear(hidden, params["out_weight"], params["out_bias"])
-    hidden = F.gelu(torch.einsum("btf,nwf->nbtw", seen, params["in_weight"]) + params["in_bias"][:, None, None])
+    hidden = F.gelu(torch.einsum("btf,nwf->nbtw", features, params["in_weight"]) + params["in_bias"][:, None, None])
     return torch.einsum("nbtw,nkw->nbtk", hidden, params["out_weight"]) + params["out_bias"][:, None, None]
 
 
-def beside(seen: Float[Tensor, "b t f"], truth_signs: Float[Tensor, "b t g"] | None) -> Float[Tensor, "b t h"]:
-    """Concatenate the features `seen` with a privileged critic's `truth_signs`, if any: [B, T, F + G]."""
-    return seen if truth_signs is None else torch.cat([seen, truth_signs.to(seen)], -1)
+def with_truth_signs(
+    features: Float[Tensor, "b t f"], truth_signs: Float[Tensor, "b t g"] | None
+) -> Float[Tensor, "b t h"]:
+    """Concatenate `features` with a privileged critic's `truth_signs`, if any: [B, T, F + G]."""
+    return features if truth_signs is None else torch.cat([features, truth_signs.to(features)], -1)
 
 
 def member_of(ids: Sequence[str], members: int) -> Int[Tensor, " b"]:
@@ -77,7 +79,7 @@ def member_of(ids: Sequence[str], members: int) -> Int[Tensor, " b"]:
 def update_perceptron(
     state: TrainState,
     batch: Experience,
-    seen: Float[Tensor, "b t f"],
+    features: Float[Tensor, "b t f"],
     *,
     loop: Loop,
     optimizer: Optimizer,
@@ -85,7 +87,7 @@ def update_perceptron(
     key: Key | None,
     donate: bool,
 ) -> tuple[TrainState, Metrics]:
-    """Update a perceptron critic in `loop.epochs` passes over `batch`, whose features are `seen` [B, T, F].
+    """Update a perceptron critic in `loop.epochs` passes over `batch`, of the given `features` [B, T, F].
 
     The critic also reads the batch's `truth_signs`, if there are any, and minimises a value loss as in `UpdateCritic`.
     Each member of an ensemble learns from its own rows (`member_of`). All ranks hold all rows and compute the same.
@@ -96,7 +98,7 @@ def update_perceptron(
     state = state if donate else tree.copy(state)
     weight = state.params["in_weight"]
     member = sent(member_of(list(batch.ids), len(weight) if weight.dim() == 3 else 1), batch.values.device)
-    columns = (batch.values, batch.returns, batch.response_mask, beside(seen, batch.truth_signs), member)
+    columns = (batch.values, batch.returns, batch.response_mask, with_truth_signs(features, batch.truth_signs), member)
     history: list[Metrics] = []
     for epoch in range(loop.epochs):
         drawn = None if key is None else key.fold("epoch", epoch)

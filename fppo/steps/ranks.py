@@ -1,5 +1,4 @@
-"""Distribution of rows over data ranks: their shares, mini-batches, numbers of passes, and results in the rows'
-order."""
+"""Distribution of rows over data ranks: shares, mini-batches, numbers of passes, and results in the rows' order."""
 
 from __future__ import annotations
 
@@ -29,20 +28,20 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
-def shares(model: Model, lengths: Sequence[int], mesh: Mesh, alike: SortedRows | None = None) -> list[list[int]]:
+def shares(model: Model, lengths: Sequence[int], mesh: Mesh, shared_rows: SortedRows | None = None) -> list[list[int]]:
     """The row indices of each data rank's share, of rows that all ranks hold: equal work for `model`, attention
     included.
 
-    With fewer rows than ranks some shares are empty. All ranks compute equal shares. Rows that share tokens (`alike`)
-    stay together.
+    With fewer rows than ranks some shares are empty. All ranks compute equal shares. Rows that share tokens
+    (`shared_rows`) stay together.
     """
     ranks = ranks_on(mesh, DATA_AXES)
     if ranks == 1:
         return [list(range(len(lengths)))]
-    sizes = {*lengths, *(() if alike is None else alike.depths)}
+    sizes = {*lengths, *(() if shared_rows is None else shared_rows.depths)}
     cost = {length: round(flops.forward_flops(model, [length]) / 1e3) for length in sizes}
-    if alike is not None:
-        return deal_shared(alike, ranks, cost.__getitem__)
+    if shared_rows is not None:
+        return deal_shared(shared_rows, ranks, cost.__getitem__)
     groups = balance([cost[length] for length in lengths], min(ranks, len(lengths))) if len(lengths) else []
     return groups + [[] for _ in range(ranks - len(groups))]
 
@@ -63,7 +62,7 @@ def imbalance(model: Model, rows: SortedRows, shared: Sequence[Sequence[int]]) -
 
 def saved_work(model: Model, masks: Masks, micro_batches: Sequence[Sequence[int]], role: str) -> Metrics:
     """The fractions of tokens, and of the FLOPs of forward and backward passes, that sharing common prefixes saves in
-    passes over these micro-batches, as metrics."""
+    passes over these micro-batches, as metrics of this `role`."""
     depths = [depth for part in micro_batches for depth in batches.rows(masks, part).depths]
     lengths, heads = masks.lengths, int(masks.response.sum())
     whole = flops.train_flops(model, lengths, head_tokens=heads)
@@ -131,8 +130,7 @@ def rounds(counts: Sequence[int], mesh: Mesh, device: torch.device) -> list[int]
 
 
 def blank(record: R) -> R:
-    """A record of one row with one token, with the columns of `record` (which may be empty) and an empty response
-    mask."""
+    """A record of one row with one token, with `record`'s columns (which may be empty) and an empty response mask."""
 
     def column(x: Tensor | Column) -> Tensor | Column:
         return x.new_zeros(1, *x.shape[1:]) if isinstance(x, Tensor) else Column([None])

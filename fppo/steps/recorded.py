@@ -64,8 +64,8 @@ class _Untold:
 
 
 class _KeptPass(NamedTuple):
-    """A pass that may be replayed: its function `run`, the buffers of its inputs, and the `signature` of the passes
-    that it fits."""
+    """A pass that may be replayed: its function `run`, the buffers of its inputs (`columns`, `numbers`), and the
+    `signature` of the passes that it fits."""
 
     signature: tuple[Any, ...]
     columns: list[Any]
@@ -91,8 +91,7 @@ class Recorder:
     _results_of: dict[Any, list[Tensor]] = attrs.field(factory=dict, init=False)
 
     def placed(self, params: Params, kinds: Mapping[str, torch.dtype]) -> Params:
-        """Copy parameters, in the dtypes of `kinds`, to buffers that the next parameters of the same shapes
-        overwrite."""
+        """Copy parameters, in the dtypes of `kinds`, to buffers that the next ones of the same shapes overwrite."""
         wanted = {name: kinds.get(name, x.dtype) for name, x in params.items()}
         key = tuple((name, x.shape, x.device, wanted[name]) for name, x in params.items())
         if key not in self._params_of:
@@ -117,18 +116,18 @@ class Recorder:
         )
 
     def __call__(
-        self, fn: Callable[..., Any], what: Any, params: Params, columns: Any, masks: Masks, forward: Forward
+        self, fn: Callable[..., Any], identity: Any, params: Params, columns: Any, masks: Masks, forward: Forward
     ) -> Any:
         """Run `fn(params, columns, indices)`; the tensors of the resulting tree are overwritten by the next call.
 
         `columns` is a tree: a record of rows with these masks, and further columns of the rows. `fn` gets them with
-        more rows and a larger width. `what` identifies everything else that `fn` depends on.
+        more rows and a larger width. `identity` stands for everything else that `fn` depends on.
         """
         sizes = sizes_of(masks)
         leaves, spec = pytree.tree_flatten(columns)
         kinds = [(x.dtype, _shape(x, masks, sizes)) if isinstance(x, Tensor) else _value(x) for x in leaves]
         code = forward.model, forward.kernels, forward.read, torch.is_grad_enabled()
-        signature = (what, *code, id(params), spec, kinds, sizes)
+        signature = (identity, *code, id(params), spec, kinds, sizes)
         kept = next((x for x in self._passes if x.signature == signature), None)
         if kept is None:
             kept = self._new(signature, partial(fn, params), columns, masks, forward.mesh)
@@ -217,7 +216,7 @@ class _Wide(NamedTuple):
 def numbers_of(masks: Masks, sizes: Sizes, model: Model) -> Tensor:
     """The indices of the tokens of rows padded to `sizes`, whose further rows fill the packed row: one tensor on the
     host, which `indices_at` splits."""
-    (count, width), length, left = masks.attention.shape, masks.response.shape[1], _left(masks, sizes)
+    (count, width), length, left = masks.attention.shape, masks.response.shape[1], _left_padding(masks, sizes)
     real = masks.attention.new_zeros(sizes.rows, sizes.prompt + sizes.response)
     real[:count, left : left + width] = masks.attention
     real[count:].view(-1)[: sizes.tokens - int(masks.attention.sum())] = True
@@ -253,7 +252,7 @@ def indices_at(numbers: Tensor, rows: Any, sizes: Sizes, mesh: Mesh) -> Indices:
     )
 
 
-def _left(masks: Masks, sizes: Sizes) -> int:
+def _left_padding(masks: Masks, sizes: Sizes) -> int:
     """The number of padding columns to insert before the rows, so that prompts have the width `sizes.prompt`."""
     return sizes.prompt - (masks.attention.shape[1] - masks.response.shape[1])
 
@@ -266,20 +265,20 @@ def _shape(x: Tensor, masks: Masks, sizes: Sizes) -> tuple[int, ...]:
     return (sizes.rows, *(widths.get(n, n) for n in x.shape[1:2]), *x.shape[2:])
 
 
-def _fill(kept: _KeptPass, leaves: list[Any], masks: Masks, sizes: Sizes) -> None:
-    """Copy columns into a pass's input buffers."""
+def _fill(recorded: _KeptPass, leaves: list[Any], masks: Masks, sizes: Sizes) -> None:
+    """Copy columns, the leaves of a tree, into a pass's input buffers of larger `sizes`."""
     count, width = masks.attention.shape
-    for place, x in zip(kept.columns, leaves, strict=True):
+    for place, x in zip(recorded.columns, leaves, strict=True):
         if not isinstance(x, Tensor):
             continue
         if x.dim() == 0:
             place.copy_(x)
             continue
         place.zero_()
-        start = _left(masks, sizes) if x.dim() > 1 and x.shape[1] == width else 0
+        start = _left_padding(masks, sizes) if x.dim() > 1 and x.shape[1] == width else 0
         part = place[:count] if x.dim() == 1 else place[:count, start : start + x.shape[1]]
         part.copy_(x)
-    kept.rows.attention_mask[count:, 0] = True  # padding of the packed row is at position 0
+    recorded.rows.attention_mask[count:, 0] = True  # padding of the packed row is at position 0
 
 
 def _value(x: Any) -> Any:
@@ -326,16 +325,22 @@ def ready(params: Params, forward: Forward, record: Recorder | None) -> Params:
 
 
 def run_one(
-    fn: Callable[..., Tensor], what: Any, params: Any, one: MicroBatch, *, forward: Forward, record: Recorder
+    fn: Callable[..., Tensor],
+    identity: Any,
+    params: Any,
+    micro_batch: MicroBatch,
+    *,
+    forward: Forward,
+    record: Recorder,
 ) -> Tensor:
-    """Run `fn(params, micro_batch, forward=forward, received=None)` [K, B, T], recorded if possible. `what` identifies
-    everything else that `fn` depends on."""
-    if not record.takes(params, one.rows, one.masks, forward):
-        return fn(params, one, forward=forward, received=None)
+    """Run `fn(params, micro_batch, forward=forward, received=None)` [K, B, T], recorded if possible. `identity` stands
+    for everything else that `fn` depends on."""
+    if not record.takes(params, micro_batch.rows, micro_batch.masks, forward):
+        return fn(params, micro_batch, forward=forward, received=None)
 
     def run(params: Params, columns: Any, indices: Indices) -> Tensor:
         return fn(params, MicroBatch(columns[0], indices, None), forward=forward, received=None)
 
-    assert one.masks is not None
-    (count, length) = one.masks.response.shape
-    return record(run, what, params, (one.rows,), one.masks, forward)[:, :count, :length].clone()
+    assert micro_batch.masks is not None
+    (count, length) = micro_batch.masks.response.shape
+    return record(run, identity, params, (micro_batch.rows,), micro_batch.masks, forward)[:, :count, :length].clone()

@@ -31,7 +31,9 @@ def compute_reward_scores(
     forward = attrs.evolve(forward, remove_padding=True)
     order, micro_batches = ordered_passes(rows, micro_batching, forward)
     ready = for_passes(params, forward)
-    scores = run_passes(_scores, ready, micro_batches, forward=forward, shape=lambda rows: rows.tokens.shape[:1])
+    halve = "a pass for reward scores" if micro_batching.halve_on_oom else None
+    shape = lambda rows: rows.tokens.shape[:1]  # noqa: E731
+    scores = run_passes(_scores, ready, micro_batches, forward=forward, shape=shape, halve=halve)
     return torch.cat(scores)[order].float()
 
 
@@ -48,7 +50,7 @@ def _scores(
 
 
 def _read(rows: Rows, padding: int | None) -> Tensor:
-    """The index of each row's token that a score reads, among the real tokens of all rows, int64 [b]."""
+    """The index, int64 [b], of each row's last token that is not `padding`, among the real tokens of all rows."""
     real = rows.attention_mask.bool()
     lengths = real.sum(1)
     last = lengths.cumsum(0) - 1

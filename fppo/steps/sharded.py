@@ -24,8 +24,7 @@ from fppo.tree import state, static
 
 @state
 class Whole:
-    """Sharded parameters gathered whole; for an adapter with its base (`frozen`). Steps accept it in place of
-    shards."""
+    """Sharded parameters gathered whole; for an adapter with its base (`frozen`). Steps take it in place of shards."""
 
     params: Params
     frozen: Frozen | None = static(default=None)
@@ -39,7 +38,8 @@ class _Root:
         self._tensors: tuple[Tensor, ...] | None = None
 
     def take(self) -> tuple[Tensor, ...]:
-        """The whole tensors, as new tensors on the same memory, since autograd marks the inputs of a pass."""
+        """Wait for the gathered tensors at the first call; later calls return the same ones. Each call returns new
+        tensor objects on the same memory, since autograd writes its marks on the tensors that a pass gets."""
         if self._tensors is None:
             self._tensors = self._finish()
         return tuple(x.detach() for x in self._tensors)
@@ -47,8 +47,8 @@ class _Root:
 
 @state
 class Rooted:
-    """Sharded parameters of which those outside the layers are gathered for several passes. Steps accept it in place of
-    shards; gradients are those of the shards."""
+    """Sharded parameters of which those outside the layers (`root`) are gathered for several passes. Steps accept it in
+    place of shards; gradients are those of the shards."""
 
     params: Params
     root: _Root = static()
@@ -58,8 +58,8 @@ Gathered = Whole | Rooted  # sharded parameters, all or some of them gathered fo
 
 
 class Opened(NamedTuple):
-    """Parameters ready for one pass: whole ones, and the function that applies layers whose parameters are not among
-    them."""
+    """Parameters ready for one pass: whole ones (`root`), and the function that applies the layers whose parameters are
+    not among them."""
 
     root: Params
     apply_layer: ApplyLayer | None
@@ -98,7 +98,7 @@ def cast(params: Params, model: Model) -> Params:
 
 
 def scattered(grads: Whole, params: Params, model: Model, mesh: Mesh) -> Params:
-    """Reduce whole gradients to shards of their sum over the ranks that share a parameter, in the sharded parameters'
+    """Reduce whole gradients to shards of their sum over the ranks that share a parameter, in the parameters'
     dtypes."""
     names, kinds = list(params), [x.dtype for x in params.values()]
     axes, sharding = fsdp.axes_of(names, mesh, model.cuts), mesh.sharding or Sharding()
@@ -198,8 +198,8 @@ class _Stream:
         return fsdp.begin_gather(shards, self._shapes[number], self._dtypes[number], self._axes[number])
 
     def take(self, number: int, step: int) -> tuple[Tensor, ...]:
-        """The whole tensors of group `number`; starts to gather the group `step` places further on before it waits for
-        them."""
+        """The whole tensors of group `number`; before waiting for them, starts to gather the group `step` places
+        further on."""
         finish = self._begun.pop(number, None) or self._begin(number)
         after = number + step
         if (self._mesh.sharding or Sharding()).prefetch and 0 < after < len(self._groups):
@@ -262,7 +262,7 @@ class _RegatheredTensors:
 
 
 class _View(NamedTuple):
-    """A saved view of one of the gathered tensors."""
+    """A saved view of one of the gathered tensors, by its number."""
 
     number: int
     size: torch.Size

@@ -62,25 +62,23 @@ class SortedRows(NamedTuple):
         return list(itertools.pairwise([start, *cuts, stop]))
 
     def trees(self) -> list[tuple[int, int]]:
-        """The runs (start, stop) of places in the order whose rows share tokens, sorted by the smallest row index in
-        each."""
+        """The runs (start, stop) of places whose rows share tokens, sorted by the smallest row index in each."""
         runs = self.split(0, len(self.order), 0) if self.order else []
         return sorted(runs, key=lambda run: min(self.order[slice(*run)]))
 
 
 class PackedPieces(NamedTuple):
-    """Rows [B, S] as a packed row of N distinct tokens: first all pieces without a parent, then their children, and so
-    on."""
+    """Rows [B, S] as a packed row of N distinct tokens: first all pieces without a parent, then children, and so on."""
 
     pieces: list[Branch]
     index: Int[Tensor, " n"]  # pyright: ignore[reportIncompatibleMethodOverride]  # in [B * S], of each token
     places: Int[Tensor, " r"]  # the index in the packed row of each of the R real tokens of the rows, row by row
 
 
-def sort_rows(tokens: Int[Tensor, "b s"], attention_mask: Mask, width: int) -> SortedRows:
+def sort_rows(tokens: Int[Tensor, "b s"], attention_mask: Mask, width: int, *, step: int = STEP) -> SortedRows:
     """Sort rows [B, S], whose prompts are in the first `width` columns, by their real tokens.
 
-    Rows with equal prompts share them; rows with a common prefix of `STEP` tokens share a multiple of `STEP`.
+    Rows with equal prompts share them; rows with a common prefix of `step` tokens share a multiple of `step`.
     """
     mask = attention_mask.bool()
     sizes: list[int] = mask.sum(1).tolist()
@@ -94,7 +92,7 @@ def sort_rows(tokens: Int[Tensor, "b s"], attention_mask: Mask, width: int) -> S
         alike = _common(rows[a], rows[b])
         base = prompts[a] if prompts[a] == prompts[b] <= alike else 0
         same = alike == sizes[a] == sizes[b]
-        depths[place] = alike if same else base + (alike - base) // STEP * STEP
+        depths[place] = alike if same else base + (alike - base) // step * step
     return SortedRows(order, [sizes[row] for row in order], depths)
 
 

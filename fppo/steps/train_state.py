@@ -15,7 +15,7 @@ from fppo.metrics import Metrics
 from fppo.models.model import Params
 from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import LOCAL, Mesh
-from fppo.steps.clock import Clock, UpdateTurn, tick, tock
+from fppo.steps.clock import Clock, UpdateTurn, after_update, before_update
 from fppo.steps.optimizers import Optimizer
 from fppo.tree import state
 
@@ -36,21 +36,26 @@ class Scale:
     weight: Tensor = attrs.field(factory=_nothing)
 
 
+OPTIONAL = (".token_budget",)  # ends of the paths of what a state may go on with or without
+
+
 @state
 class TrainState:
     """Parameters, optimizer state, and the number of attempted updates, skipped ones included. `scale` has the
-    statistics of a critic with PopArt; with a `clock` the learning rate follows the clock's schedule."""
+    statistics of a critic with PopArt; with a `clock` the learning rate follows the clock's schedule. `token_budget` is
+    the most tokens of a pass, where it is halved if there is no memory for one."""
 
     params: Params
     opt: Any
     step: int
     scale: Scale | None = None
     clock: Clock | None = None
+    token_budget: int | None = None
 
 
-def init_state(params: Params, optimizer: Optimizer) -> TrainState:
+def init_state(params: Params, optimizer: Optimizer, *, token_budget: int | None = None) -> TrainState:
     """A fresh state with `params`, which are not copied."""
-    return TrainState(params=params, opt=optimizer.init(params), step=0)
+    return TrainState(params=params, opt=optimizer.init(params), step=0, token_budget=token_budget)
 
 
 def optimizer_step(
@@ -66,15 +71,18 @@ def optimizer_step(
     """Update a state with `grads`, which are already summed over all ranks; return the new state and the optimizer's
     metrics.
 
-    On a mesh that cuts parameters, gradients and state are shards. Parameters in `fixed` (`Model.fixed`) stay as they
-    are. The learning rate is that of the state's clock at this `turn`; without clock or turn, that of the number of
-    attempted updates. With `donate` the memory of `state` and `grads` is taken over, and they are left empty.
+    On a mesh that cuts parameters, gradients and state are shards. Parameters in `fixed`, such as
+    `Model.untrained_params`, do not change. The learning rate is that of the state's clock at this `turn`; without
+    clock or turn, that of the number of attempted updates. With `donate` the memory of `state` and `grads` is taken
+    over, and they are left empty.
     """
     # optimizers decay parameters with zero gradients, too
     kept = {name: state.params[name].clone() for name in fixed if name in state.params}
-    clock, place = (state.clock, state.step) if state.clock is None or turn is None else tick(state.clock, turn)
+    clock, place = (
+        (state.clock, state.step) if state.clock is None or turn is None else before_update(state.clock, turn)
+    )
     params, opt, report = optimizer.update(state.params, grads, state.opt, place, mesh=mesh, donate=donate)
-    clock = clock if clock is None or turn is None else tock(clock, turn, report)
+    clock = clock if clock is None or turn is None else after_update(clock, turn, report)
     return tree.replace(state, params=params | kept, opt=opt, step=state.step + 1, clock=clock), report
 
 

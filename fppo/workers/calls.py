@@ -21,7 +21,7 @@ _SHORTEST = 1.0  # seconds that a call may always take, however long others took
 
 
 class Mode(NamedTuple):
-    """How a function is called."""
+    """How a function is called: on a sample or a batch (`kind`), as a coroutine or not, and within which limits."""
 
     kind: Kind
     asynchronous: bool
@@ -32,9 +32,9 @@ class Mode(NamedTuple):
 
 @attrs.define
 class Patience:
-    """The time that calls on one batch may take: `time_limit` seconds each, until overdue calls have cost `batch_limit`
-    seconds in all. From then on a call may take a tenth of `time_limit`, but at least a second. After another
-    `batch_limit` seconds no more calls are made."""
+    """The time that calls on one batch may take: `time_limit` seconds each, until overdue calls have cost (`lost`)
+    `batch_limit` seconds in all. From then on a call may take a tenth of `time_limit`, but at least a second. After
+    another `batch_limit` seconds no more calls are made."""
 
     time_limit: float
     batch_limit: float
@@ -70,8 +70,8 @@ def call(
     on_outcome: OnOutcome,
     on_call: Callable[[], None],
 ) -> None:
-    """Call a function on samples. `on_outcome(number, outcome)` is called for each result, and `on_call()` before each
-    call of a function that takes a batch."""
+    """Call a function on samples; coroutines run in `loop`. `on_outcome(number, outcome)` is called for each result,
+    and `on_call()` before each call of a function that takes a batch."""
     if mode.kind == "batch":
         _batch(fn, samples, 0, loop, on_outcome, on_call)
     elif mode.asynchronous:
@@ -108,8 +108,8 @@ def _guarded(attempt: Callable[[], Outcome], sample: Sample) -> Outcome:
 
 
 def _error(error: BaseException, sample: Sample) -> Outcome:
-    """The outcome of a call that raised, with the error's notes; for a KeyError also the columns that the sample's row
-    has."""
+    """The outcome of a call that raised, with the error's notes; for a KeyError also the columns of the sample's
+    row."""
     frames = traceback.extract_tb(error.__traceback__)
     last = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     if isinstance(error, KeyError) and sample.prompt_tokens:  # calls of tools and environments have none
@@ -245,9 +245,9 @@ class CoroutineCalls:
         if self._look is not None:
             self._look.cancel()
         wait = min(max(due - now, 0.0), _LOOK)
-        self._look_at, self._look = now + wait, self._loop.call_later(wait, self._looked)
+        self._look_at, self._look = now + wait, self._loop.call_later(wait, self._cancel_overdue)
 
-    def _looked(self) -> None:
+    def _cancel_overdue(self) -> None:
         """Cancel the calls that have passed their deadlines."""
         now, self._look = self._clock.now(), None
         for task in [task for task, due in self._due.items() if due <= now]:

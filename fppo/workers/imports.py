@@ -1,4 +1,4 @@
-"""Import user functions named as "module:function"."""
+"""Import user functions named as "module:function", and modules for what they register."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import inspect
 import os
 import sys
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,15 +30,7 @@ def imported(name: str, kind: str, *, also: type | tuple[type, ...] = ()) -> Any
     module_name, _, path = name.partition(":")
     if not module_name or not path:
         raise ValueError(f"{kind} {name!r} is not of the form module:function")
-    search([os.getcwd()])
-    try:
-        value: Any = importlib.import_module(module_name)
-    except SystemExit as error:
-        raise ValueError(f"{kind} {name!r}: the module {module_name!r} does not import: {of_exit(error)}") from error
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        raise ValueError(f"{kind} {name!r}: the module {module_name!r} does not import: {words_of(error)}") from error
+    value: Any = _module(module_name, f"{kind} {name!r}")
     for attribute in path.split("."):
         if not hasattr(value, attribute):
             near = nearest(attribute, dir(value))
@@ -51,3 +44,27 @@ def imported(name: str, kind: str, *, also: type | tuple[type, ...] = ()) -> Any
         advice = "name a function, or an instance that is called as one"
         raise ValueError(f"{kind} {name!r} is a {what}, not a function; {advice}")
     return value
+
+
+def import_modules(names: Iterable[str], directories: Iterable[str | os.PathLike[str]] = ()) -> None:
+    """Import the modules that `model.import` names, as those that register classes of models with transformers.
+
+    Every process that builds models of a run calls this first. From then on it searches `directories`, too. Raises
+    ValueError that names a module whose import fails.
+    """
+    search(directories)
+    for name in names:
+        _module(name, f"model.import {name!r}")
+
+
+def _module(name: str, words: str) -> types.ModuleType:
+    """Import a module, also from the working directory. Errors begin with `words`."""
+    search([os.getcwd()])
+    try:
+        return importlib.import_module(name)
+    except SystemExit as error:
+        raise ValueError(f"{words}: the module {name!r} does not import: {of_exit(error)}") from error
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raise ValueError(f"{words}: the module {name!r} does not import: {words_of(error)}") from error

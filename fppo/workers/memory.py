@@ -28,7 +28,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 class ControlGroup:
     """A control group that bounds the memory of its processes, including the kernel's memory for them."""
 
-    place: Path
+    directory: Path
     counts: str  # the file that counts kills
 
     def entering(self, command: Sequence[str]) -> list[str]:
@@ -38,14 +38,14 @@ class ControlGroup:
     def admit(self, pid: int) -> None:
         """Put a waiting process into the group, and let it continue. Raises OSError if that fails."""
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-        (self.place / "cgroup.procs").write_text(str(pid))
+        (self.directory / "cgroup.procs").write_text(str(pid))
         os.kill(pid, signal.SIGCONT)
 
     def exceeded(self, pid: int) -> bool:
-        """Whether the kernel has killed a process of the group for want of memory; `pid`, the group's first process, is
-        not needed."""
+        """Whether the kernel has killed a process of the group for want of memory; its first process, `pid`, is not
+        read."""
         del pid
-        words = (self.place / self.counts).read_text().split()
+        words = (self.directory / self.counts).read_text().split()
         return int(words[words.index("oom_kill") + 1]) > 0
 
 
@@ -73,21 +73,23 @@ MemoryBound = ControlGroup | WatchedSum
 
 @contextlib.contextmanager
 def memory_bound(limit: int) -> Iterator[MemoryBound]:
-    """Provide a bound of `limit` bytes on the processes that one command starts, for the context."""
+    """Provide, for the context, a bound of `limit` bytes on the memory of all processes of one command together. Where
+    the system allows it, it is a control group, whose processes the kernel kills beyond the bound. Elsewhere it is a
+    `WatchedSum`: nothing happens by itself, and the caller must check it often and end the processes."""
     group = _group(limit)
     try:
         yield WatchedSum(limit) if group is None else group
     finally:
         if group is not None:
-            _remove(group.place)
+            _remove(group.directory)
 
 
-def _remove(place: Path) -> None:
+def _remove(directory: Path) -> None:
     """Remove a control group once the last of its processes has ended."""
     begun = time.monotonic()
     while time.monotonic() - begun < _LINGERS:
         with contextlib.suppress(OSError):
-            place.rmdir()
+            directory.rmdir()
             return
         time.sleep(0.01)
 
@@ -152,8 +154,7 @@ def _resident(pid: int) -> int:
 
 
 def _share(pid: int) -> int:
-    """The resident memory of a process in bytes, with its share of shared memory (PSS); all of it if that cannot be
-    read."""
+    """The resident memory of a process in bytes, with its share of shared memory (PSS); all of it if unreadable."""
     lines = _text(f"/proc/{pid}/smaps_rollup").splitlines()
     parts = [int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")]
     return parts[0] if parts else _resident(pid)

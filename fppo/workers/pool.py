@@ -15,7 +15,7 @@ import socket
 import subprocess
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import attrs
@@ -35,6 +35,35 @@ _CHUNK = 32  # samples in a task, at most
 _Task = tuple[int, ...]  # numbers of samples
 
 
+def start_worker() -> tuple[subprocess.Popen[bytes], Channel]:
+    """Start a worker process, and return it with the channel to it."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, os.urandom(SECRET))
+    arguments = [theirs.fileno(), channel.secret, os.getpid()]
+    process = start_python("fppo.workers.process:main", *arguments, pass_fds=(theirs.fileno(),))
+    theirs.close()
+    return process, channel
+
+
+def wait_for(channels: Sequence[Channel], limit: float) -> list[Channel]:
+    """Wait up to `limit` seconds for channels on which something came, or that can take more of a message; return
+    these."""
+    with selectors.PollSelector() as selector:
+        for channel in channels:
+            selector.register(channel, selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.unsent else 0), channel)
+        return [key.data for key, _ in selector.select(limit)]
+
+
+@attrs.frozen
+class System:
+    """Functions of the operating system for a pool: to start, watch and kill processes, and a clock in seconds."""
+
+    start: Callable[[], tuple[subprocess.Popen[bytes], Channel]] = start_worker
+    wait: Callable[[Sequence[Channel], float], list[Channel]] = wait_for
+    kill: Callable[[subprocess.Popen[bytes]], None] = kill_session
+    now: Callable[[], float] = attrs.field(factory=lambda: ProcessClock(_LOOK).now)
+
+
 @attrs.define
 class _Worker:
     process: subprocess.Popen[bytes]
@@ -48,7 +77,8 @@ class _Worker:
 
 @attrs.define(eq=False)
 class PoolRun:
-    """One function run on many samples; more samples may be added."""
+    """One function run on many samples; more may be added. `new` ones are in no task yet, `pending` tasks have no
+    worker."""
 
     function: int
     mode: Mode
@@ -77,7 +107,7 @@ class WorkerPool:
     """At most `workers` processes that hold `functions`. They start when first needed, or at `start()`.
 
     Raises ValueError for a function that cannot be sent to another process, and later for one that does not load there;
-    `role` is what errors call them.
+    `role` is what errors call them. `system` starts, watches and kills the processes.
     """
 
     def __init__(
@@ -87,16 +117,19 @@ class WorkerPool:
         workers: int,
         start_limit: float,
         role: str = "reward",
+        system: System | None = None,
     ) -> None:
+        self._system = system or System()
         self._names = f"{role} {', '.join(name for name, _ in functions)}"
         self._functions = pickle.dumps([_portable(name, fn, role) for name, fn in functions])
         self._count, self._start_limit = workers, start_limit
-        self._clock = ProcessClock(_LOOK)
         self._workers: list[_Worker] = []
         self._closed = 0  # how often it was closed
         self._turn = InOrder()
         self._starter: ThreadPoolExecutor | None = None
-        self._finalizer = weakref.finalize(self, _end, self._workers)  # runs at the interpreter's exit too
+        self._finalizer = weakref.finalize(
+            self, _end, self._workers, self._system
+        )  # runs at the interpreter's exit too
 
     def start(self) -> None:
         """Start the processes without waiting for them."""
@@ -107,7 +140,7 @@ class WorkerPool:
         """End all processes, and the processes that they started. A run in progress in another thread fails; a later
         run starts new processes."""
         self._closed += 1
-        _end(self._workers)
+        _end(self._workers, self._system)
         starter, self._starter = self._starter, None
         if starter is not None:
             starter.shutdown(wait=False)
@@ -154,18 +187,12 @@ class WorkerPool:
         self._assign(run)
 
     def _started(self) -> _Worker:
-        ours, theirs = socket.socketpair()
-        channel = Channel(ours, os.urandom(SECRET))
-        arguments = [theirs.fileno(), channel.secret, os.getpid()]
         # on a thread that stays: the system ends a worker with the thread that started it
         self._starter = self._starter or ThreadPoolExecutor(1, "reward processes")
-        process = self._starter.submit(
-            start_python, "fppo.workers.process:main", *arguments, pass_fds=(theirs.fileno(),)
-        ).result()
-        theirs.close()
+        process, channel = self._starter.submit(self._system.start).result()
         with contextlib.suppress(OSError):  # if the process died at once, the first wait says so
             channel.send(self._functions)
-        return _Worker(process, channel, self._clock.now() + self._start_limit)
+        return _Worker(process, channel, self._system.now() + self._start_limit)
 
     def _assign(self, run: PoolRun) -> None:
         new, run.new = run.new, []
@@ -199,25 +226,24 @@ class WorkerPool:
 
     def _drop(self, worker: _Worker) -> None:
         self._workers.remove(worker)
-        _kill(worker)
+        _kill(worker, self._system)
 
     def _await(self, worker: _Worker, run: PoolRun) -> None:
-        """Set a worker's deadline: when its next call must be done, or when overdue coroutines must have ended by
-        themselves."""
+        """Set a worker's deadline: when its next call must be done, or when overdue coroutines must have ended."""
         slack = _SLACK if run.mode.asynchronous and run.mode.kind == "sample" else 0.0
         worker.limit = run.patience.limit
-        worker.deadline = self._clock.now() + worker.limit + slack
+        worker.deadline = self._system.now() + worker.limit + slack
 
     def _wait(self, limit: float) -> None:
         waiting = [w for w in self._workers if w.run is not None or not w.ready]
         if not waiting:
             return
-        patience = max(0.0, min(w.deadline for w in waiting) - self._clock.now())
-        moved = _moved(waiting, min(patience, limit))
-        now = self._clock.now()
+        patience = max(0.0, min(w.deadline for w in waiting) - self._system.now())
+        moved = self._system.wait([worker.channel for worker in waiting], min(patience, limit))
+        now = self._system.now()
         for worker in waiting:
             try:
-                if not (worker in moved and self._receive(worker)) and now >= worker.deadline:
+                if not (worker.channel in moved and self._receive(worker)) and now >= worker.deadline:
                     self._overdue(worker)
             except (EOFError, ConnectionError):
                 self._died(worker)
@@ -237,7 +263,7 @@ class WorkerPool:
                 case (int(number), outcome) if worker.run is not None:
                     if number not in worker.open:
                         raise ForeignBytes("two outcomes of one sample")
-                    worker.run.end({number: Outcome(*outcome)})
+                    worker.run.end({number: Outcome.of(outcome)})
                     worker.open.remove(number)
             if worker.run is not None:
                 self._await(worker, worker.run)
@@ -253,9 +279,9 @@ class WorkerPool:
             raise ValueError(f"the process of the {self._names} {how} before it was ready")
         self._give_up(worker, Outcome("error", text=f"its process {how}"))
 
-    def _broken(self, worker: _Worker, found: str) -> None:
+    def _broken(self, worker: _Worker, problem: str) -> None:
         """Give up a worker whose channel contains bytes of someone else."""
-        text = f"it wrote to a descriptor that is not its own: the pool got {found}"
+        text = f"it wrote to a descriptor that is not its own: the pool got {problem}"
         if not worker.ready:
             raise ValueError(f"the {self._names}, as it was loaded: {text}")
         self._give_up(worker, Outcome("error", text=text))
@@ -313,28 +339,18 @@ def _portable(name: str, fn: UserFn, role: str) -> bytes:
         ) from error
 
 
-def _moved(workers: Sequence[_Worker], limit: float) -> list[_Worker]:
-    """Wait up to `limit` seconds for workers that have sent something, or can be sent the rest of a message, and return
-    these."""
-    with selectors.PollSelector() as selector:
-        for worker in workers:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.channel.unsent else 0)
-            selector.register(worker.channel, events, worker)
-        return [key.data for key, _ in selector.select(limit)]
-
-
-def _end(workers: list[_Worker]) -> None:
+def _end(workers: list[_Worker], system: System) -> None:
     while workers:
         worker = workers.pop()
         worker.channel.close()  # an idle process ends by itself
         if worker.run is None and worker.ready:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(timeout=1.0)
-        _kill(worker)
+        _kill(worker, system)
 
 
-def _kill(worker: _Worker) -> None:
+def _kill(worker: _Worker, system: System) -> None:
     worker.channel.close()
-    kill_session(worker.process)
+    system.kill(worker.process)
     with contextlib.suppress(subprocess.TimeoutExpired):  # the process hangs in the kernel, as in reading a lost disk
         worker.process.wait(timeout=_REAP)

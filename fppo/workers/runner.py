@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from logging import Logger
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from fppo.workers.calls import Mode, Patience
 from fppo.workers.pool import WorkerPool
@@ -16,7 +16,8 @@ CALLS, LEAST = 6, 60.0  # late calls, and seconds, that a process may lose on a 
 
 
 class Function(Protocol):
-    """A user function and how it is called."""
+    """Protocol of a user function for workers: its `name` in messages, the function `fn`, whether it takes one sample,
+    a batch or tensors (`kind`), whether it is a coroutine function, and whether it runs in this process (`inline`)."""
 
     @property
     def name(self) -> str: ...
@@ -28,6 +29,16 @@ class Function(Protocol):
     def asynchronous(self) -> bool: ...
     @property
     def inline(self) -> bool: ...  # it runs in this process
+
+
+class WorkerFunction(NamedTuple):
+    """A function of samples, as a `Function`."""
+
+    name: str
+    fn: UserFn
+    asynchronous: bool
+    inline: bool
+    kind: Kind = "sample"
 
 
 class FunctionRunner:
@@ -90,9 +101,9 @@ class FunctionRunner:
         return Patience(self._time_limit, self._batch_limit * self._workers)
 
     @contextmanager
-    def stream(self, function: Function, what: str, log: Logger) -> Iterator[CallStream]:
+    def stream(self, function: Function, noun: str, log: Logger) -> Iterator[CallStream]:
         """Open a function for calls until the context ends; outcomes can be taken as soon as each is ready. In the end
-        failures are logged in one line, which names the samples as `what`."""
+        failures are logged in one line, which names the samples as `noun`."""
         mode = self._mode(function)
         if self._pool is not None and not function.inline:
             source = PooledCalls(self._pool, self._numbers[function.name], mode, self.patience())
@@ -107,11 +118,11 @@ class FunctionRunner:
             source.close()
             if calls.failed:
                 text = "the %s %r failed on %d of %d %s: %s"
-                log.warning(text, self._role, function.name, calls.failed, calls.count, what, calls.why)
+                log.warning(text, self._role, function.name, calls.failed, calls.count, noun, calls.why)
 
-    def logged_outcomes(self, function: Function, samples: Sequence[Sample], what: str, log: Logger) -> list[Outcome]:
+    def logged_outcomes(self, function: Function, samples: Sequence[Sample], noun: str, log: Logger) -> list[Outcome]:
         """Call a function on samples and return their outcomes; failed calls are made again. Remaining failures are
-        logged in one line, which names the samples as `what`."""
+        logged in one line, which names the samples as `noun`."""
         outcomes = self.outcomes_of(function, samples)
         for _ in range(self._retries):
             again = [number for number, outcome in enumerate(outcomes) if outcome.kind in FAILED]
@@ -120,7 +131,7 @@ class FunctionRunner:
         failed = [number for number, outcome in enumerate(outcomes) if outcome.kind in FAILED]
         if failed:
             text, first = "the %s %r failed on %d of %d %s; number %d: %s", failed[0]
-            log.warning(text, self._role, function.name, len(failed), len(outcomes), what, first, outcomes[first].text)
+            log.warning(text, self._role, function.name, len(failed), len(outcomes), noun, first, outcomes[first].text)
         return outcomes
 
     def outcomes_of(

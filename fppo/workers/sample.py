@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from fppo._errors import shown
@@ -14,7 +16,10 @@ Kind = Literal["sample", "batch", "tensor"]
 ANSWER = "answer"
 NAMED, LONGEST_NAME = 100, 200  # the most entries of a result, which become metrics; their longest name
 _LARGEST = 3.4028234e38  # the largest float32
-_SCORES = 'it must return a finite number, or a dict of them with "score" and maybe the text "answer"'
+_SCORES = (
+    "it must return a finite number, a list of one for each response token (None where no step ends), or StepRewards; "
+    'or a dict of numbers with one of these as "score", and maybe the text "answer"'
+)
 
 
 class Sample(NamedTuple):
@@ -30,15 +35,42 @@ class Sample(NamedTuple):
     finish: str  # "stop" or "length"
 
 
+def sample_of(extras: Mapping[str, Any]) -> Sample:
+    """A sample that holds only `extras`, such as the arguments of a call."""
+    return Sample("", "", None, "", extras, (), (), "stop")
+
+
+class StepRewards(NamedTuple):
+    """The rewards of a response's steps, in their order; the score is their sum.
+
+    `ends` has the place where each step ends: the number of characters of `Sample.response` up to there, ascending. A
+    step ends with the token that completes its last character; one that ends with the response ends with the response's
+    last token. Without `ends` there is one entry for each of `Sample.response_tokens`, None where no step ends.
+    """
+
+    rewards: Sequence[float | None]
+    ends: Sequence[int] | None = None
+
+
 class Outcome(NamedTuple):
-    """The outcome of one sample: a value; an error or a timeout, without a score; or a "bad" result, which is no
-    score."""
+    """The outcome of one sample: a value, with `named` numbers; an error or a timeout, without a score; or a "bad"
+    result, which is no score."""
 
     kind: Literal["value", "error", "timeout", "bad"]
     score: float = 0.0
     named: Mapping[str, float] = {}
     answer: str | None = None  # the answer that the function extracted from the response, for majority votes
     text: str = ""
+    steps: StepRewards | None = None  # of which the score is the sum
+
+    @staticmethod
+    def of(values: Sequence[Any]) -> Outcome:
+        """Restore an outcome from its values, which may have travelled as JSON."""
+        outcome = Outcome(*values)
+        if outcome.steps is None:
+            return outcome
+        rewards, ends = outcome.steps
+        return outcome._replace(steps=StepRewards(tuple(rewards), None if ends is None else tuple(ends)))
 
 
 def name_of(fn: UserFn) -> str:
@@ -57,21 +89,45 @@ def is_asynchronous(fn: UserFn) -> bool:
 
 
 def outcome_of(result: Any) -> Outcome:
-    """Check a function's result: a finite number, or a dict of such numbers with "score" and optionally the text
-    "answer"."""
+    """Check a function's result: a finite number, one for each token, or rewards of steps; or a dict of numbers with
+    one of these as "score", and optionally the text "answer"."""
     if not isinstance(result, Mapping):
-        score = number_of(result)
-        return _bad(result) if score is None else Outcome("value", score)
+        score, steps = _score_of(result)
+        return _bad(result) if score is None else Outcome("value", score, steps=steps)
     if len(result) > NAMED or any(isinstance(name, str) and len(name) > LONGEST_NAME for name in result):
         most = f"at most {NAMED} of them, named in at most {LONGEST_NAME} characters, may come with a score"
         return Outcome("bad", text=f"{len(result):,} named numbers; {most}")
     answer = result.get(ANSWER)
-    numbers = {name: number_of(value) for name, value in result.items() if name != ANSWER}
+    score, steps = _score_of(result.get("score"))
+    numbers = {name: number_of(value) for name, value in result.items() if name not in (ANSWER, "score")}
     names_are_text = all(isinstance(name, str) for name in numbers)
-    if "score" not in numbers or None in numbers.values() or not names_are_text or not isinstance(answer, str | None):
+    if score is None or None in numbers.values() or not names_are_text or not isinstance(answer, str | None):
         return _bad(result)
-    score = numbers.pop("score")
-    return Outcome("value", score, numbers, answer)  # type: ignore[arg-type]
+    return Outcome("value", score, numbers, answer, steps=steps)  # type: ignore[arg-type]
+
+
+def _score_of(value: Any) -> tuple[float | None, StepRewards | None]:
+    """The score that a value stands for, and its steps if it has any; None for both if it is no score."""
+    if (number := number_of(value)) is not None:
+        return number, None
+    try:
+        steps = _steps_of(value)
+        score = None if steps is None else number_of(math.fsum(x for x in steps.rewards if x is not None))
+    except Exception:  # values of users may raise as they are read
+        return None, None
+    return score, None if score is None else steps
+
+
+def _steps_of(value: Any) -> StepRewards | None:
+    given: Any = value.rewards if isinstance(value, StepRewards) else value
+    ends = value.ends if isinstance(value, StepRewards) else None
+    if not (isinstance(given, list | tuple) or getattr(given, "ndim", 0) == 1):
+        return None
+    entries = given if isinstance(given, list | tuple) else given.tolist()
+    rewards = tuple(map(number_of, entries))
+    if any(x is None and not (ends is None and entry is None) for x, entry in zip(rewards, entries, strict=True)):
+        return None
+    return StepRewards(rewards, None if ends is None else tuple(map(operator.index, ends)))
 
 
 def _bad(result: Any) -> Outcome:

@@ -109,13 +109,13 @@ class Sandbox:
 
 
 def _started(
-    command: list[str], files: list[IO[bytes]], given: IO[bytes], bound: MemoryBound
+    command: list[str], files: list[IO[bytes]], stdin: IO[bytes], bound: MemoryBound
 ) -> subprocess.Popen[bytes]:
     try:
         process = subprocess.Popen(
             bound.entering(command),
             env={},  # bwrap is process 1 in the sandbox, and /proc/1/environ shows its initial environment
-            stdin=given,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=tuple(file.fileno() for file in files),
@@ -159,9 +159,9 @@ def interpreter() -> str | None:
     return next((path for path in PYTHONS if os.access(path, os.X_OK)), None)
 
 
-def _view(bwrap: str, rules: IO[bytes], more: list[str]) -> list[str]:
+def _view(bwrap: str, rules: IO[bytes], options: list[str]) -> list[str]:
     """The bwrap command that starts a program in the sandbox, with the seccomp filter in the file `rules` and the
-    further options `more`."""
+    further options `options`."""
     links = [x for name in ("lib", "lib64", "bin") for x in ("--symlink", f"usr/{name}", f"/{name}")]
     return [
         *(bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"),
@@ -170,7 +170,7 @@ def _view(bwrap: str, rules: IO[bytes], more: list[str]) -> list[str]:
         *("--hostname", "sandbox", "--ro-bind", "/usr", "/usr", *links, "--proc", "/proc", "--dev", "/dev"),
         *("--remount-ro", "/dev"),  # it is a file system in memory, without a limit
         *("--seccomp", str(rules.fileno())),
-        *("--size", str(_SPACE), "--tmpfs", "/tmp", *more, "--chdir", "/tmp", "--remount-ro", "/"),
+        *("--size", str(_SPACE), "--tmpfs", "/tmp", *options, "--chdir", "/tmp", "--remount-ro", "/"),
     ]
 
 
@@ -206,9 +206,10 @@ def _in_memory(content: bytes) -> IO[bytes]:
 
 
 def _read(
-    process: subprocess.Popen[bytes], deadline: float, most: int, bound: MemoryBound
+    process: subprocess.Popen[bytes], deadline: float, max_bytes: int, bound: MemoryBound
 ) -> tuple[Literal["time", "output", "memory", ""], str, str]:
-    """Read a process's output until it ends or reaches a limit. Returns the limit's name or "", stdout, and stderr."""
+    """Read a process's output until it ends or reaches a limit: the deadline on the monotonic clock, `max_bytes`, or
+    `bound`. Returns the limit's name or "", stdout, and stderr."""
     assert process.stdout is not None
     assert process.stderr is not None
     pieces: dict[int, bytes] = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
@@ -226,11 +227,11 @@ def _read(
                 pieces[event.fd] += piece
                 if not piece:
                     waiting.unregister(event.fd)
-            if sum(map(len, pieces.values())) > most:
+            if sum(map(len, pieces.values())) > max_bytes:
                 why = "output"
             if time.monotonic() - looked >= _LOOK:
                 why, looked = ("memory" if bound.exceeded(process.pid) else why), time.monotonic()
-    out, err = (piece[:most].decode(errors="replace") for piece in pieces.values())
+    out, err = (piece[:max_bytes].decode(errors="replace") for piece in pieces.values())
     return why, out, err
 
 

@@ -18,11 +18,15 @@ FAILED = ("error", "timeout")  # kinds of outcomes
 
 
 class CallSource(Protocol):
-    """Protocol of calls under way."""
+    """Protocol of calls in progress, numbered by the caller."""
 
-    def put(self, number: int, sample: Sample) -> None: ...
+    def put(self, number: int, sample: Sample) -> None:
+        """Add a call of the function with a sample, under a number that no open call has."""
+        ...
 
-    def taken(self, *, wait: bool) -> Mapping[int, Outcome]: ...  # with `wait` at least one, where any call is open
+    def taken(self, *, wait: bool) -> Mapping[int, Outcome]:
+        """Take the outcomes that have come, by number; with `wait`, wait for at least one if any call is open."""
+        ...
 
     def close(self) -> None: ...
 
@@ -67,11 +71,11 @@ class PooledCalls:
         self._pool, self._run = pool, pool.begin(function, mode, patience)
 
     def put(self, number: int, sample: Sample) -> None:
-        """Implement `CallSource.put`."""
+        """Begin or queue a call in the pool, under a number that no open call has."""
         self._run.put(number, sample)
 
     def taken(self, *, wait: bool) -> Mapping[int, Outcome]:
-        """Implement `CallSource.taken`."""
+        """Take out the outcomes that have come, by the numbers of the calls; with `wait`, wait for at least one."""
         return self._pool.taken(self._run, wait=wait)
 
     def close(self) -> None:
@@ -87,11 +91,11 @@ class CallsHere:
         self._new: dict[int, Sample] = {}
 
     def put(self, number: int, sample: Sample) -> None:
-        """Implement `CallSource.put`."""
+        """Note a call, which `taken` makes, under a number that no open call has."""
         self._new[number] = sample
 
     def taken(self, *, wait: bool) -> Mapping[int, Outcome]:
-        """Implement `CallSource.taken`."""
+        """Make all calls noted since the last time, and return their outcomes by number. `wait` does not matter."""
         del wait
         new, self._new = self._new, {}
         return dict(zip(new, called_here(self._fn, [*new.values()], self._mode), strict=True)) if new else {}
@@ -116,7 +120,7 @@ class CoroutinesHere:
         return CoroutineCalls(fn, mode, lambda number, outcome: self._outcomes.put((number, outcome)))
 
     def put(self, number: int, sample: Sample) -> None:
-        """Implement `CallSource.put`."""
+        """Note a call, which the next `taken` starts, under a number that no open call has."""
         self._open += 1
         self._new.append((number, sample))
 
@@ -125,7 +129,8 @@ class CoroutinesHere:
             self._calls.add(number, sample)
 
     def taken(self, *, wait: bool) -> Mapping[int, Outcome]:
-        """Implement `CallSource.taken`."""
+        """Start the calls noted, and take out the outcomes that have come, by number; with `wait`, wait for at least
+        one if any call is open."""
         found: dict[int, Outcome] = {}
         if self._new:
             new, self._new = self._new, []

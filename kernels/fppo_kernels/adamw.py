@@ -96,7 +96,8 @@ def _write_(
     found_inf: Tensor | None,
 ) -> None:
     """Compute the paper's formula by differentiable operations, and write the results into `lists` (parameters,
-    gradients, first and second moments, steps). The derivative of the square root at 0 is 0."""
+    gradients, first and second moments, steps). Gradients are first divided by `grad_scale`, if given, and if
+    `found_inf` is 1 all else stays. `decay` is the weight decay. The derivative of the square root at 0 is 0."""
     for param, grad, mu, nu, step in zip(*lists, strict=True):
         if grad_scale is not None:
             grad.div_(grad_scale)

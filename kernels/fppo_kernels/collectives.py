@@ -27,19 +27,32 @@ _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 )
 
 
+@attrs.define
+class Calls:
+    """The gathers and reduce-scatters of sharded parameters that this rank has begun on an axis, counted from zero.
+
+    A rank that could not end a pass, for lack of memory, makes it again over no rows so that other ranks can go on. It
+    takes no part in the first `skipped` collectives a second time: their results are zeros.
+    """
+
+    skipped: int = 0
+    begun: int = 0
+
+
 @attrs.frozen
 class Axis:
     """One axis of the mesh; without a group it has one rank, and its collectives are the identity.
 
     `lanes` are process groups of two ranks, this one and another, in rank order. The lane with key (i, j) carries only
     messages from i to j: with NCCL a message waits for earlier ones in its group, in both directions. Messages without
-    a lane use the group.
+    a lane use the group. `calls` counts collectives of sharded parameters, where a pass may have to be made again.
     """
 
     size: int = 1
     rank: int = 0
     group: Any = None
     lanes: Mapping[tuple[int, int], Any] = attrs.field(factory=dict, eq=False, repr=False)
+    calls: Calls | None = attrs.field(default=None, eq=False, repr=False)
 
 
 def all_gather(x: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:

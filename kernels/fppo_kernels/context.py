@@ -19,7 +19,7 @@ from torch import Tensor
 from fppo_kernels.collectives import Axis, all_gather
 from fppo_kernels.padding import Lengths, make_lengths, sent
 from fppo_kernels.shapes import Float, Int
-from fppo_kernels.table import own
+from fppo_kernels.table import check_key_lengths
 
 BLOCKS = (1, 2, 4, 8)  # numbers of blocks per rank that `deal` tries
 EVEN = 1.05  # `deal` takes the first with which no rank has more than this times the mean work
@@ -110,7 +110,7 @@ def _pieces(lengths: Sequence[int], first: int, last: int) -> tuple[Piece, ...]:
 
 
 def _work(pieces: Sequence[Piece], window: int | None) -> int:
-    """The number of visible (query, key) pairs with queries in these pieces."""
+    """The number of visible (query, key) pairs with queries in these pieces, with a `window` those within it."""
 
     def up_to(n: int) -> int:
         width = n if window is None else min(n, window)
@@ -150,12 +150,10 @@ def gathered_attention(kernel: Callable[..., Tensor], deal: Deal, axis: Axis) ->
     Its backward pass scatters their gradients. `kernel` is called once for each run of the rank's tokens. The result
     takes the lengths of the whole row. Raises ValueError for a kernel without `key_lengths`.
     """
-    if own("attention", kernel).lacks:
-        name = getattr(kernel, "__name__", type(kernel).__name__)
-        raise ValueError(
-            f"the attention kernel {name} has no keyword key_lengths, which a context axis needs: a rank's queries are "
-            "the last tokens of the sequences whose keys they see"
-        )
+    check_key_lengths(
+        kernel,
+        "a context axis needs: a rank's queries are the last tokens of the sequences whose keys they see",
+    )
 
     @functools.cache  # layers have one or two different windows
     def runs(window: int | None, device: torch.device) -> list[_Seen]:
@@ -197,8 +195,7 @@ def gathered_attention(kernel: Callable[..., Tensor], deal: Deal, axis: Axis) ->
 
 
 def check_dealt(query: Tensor, lengths: Lengths, deal: Deal, axis: Axis) -> None:
-    """Raise ValueError unless the row's lengths, and a rank's queries [N / c, H, D], have as many tokens as the dealt
-    row."""
+    """Raise ValueError unless the row's lengths, and a rank's queries [N / c, H, D], have the dealt row's tokens."""
     total, dealt = sum(lengths.lengths), len(deal.back)
     if total != dealt or len(query) * axis.size != dealt:
         raise ValueError(

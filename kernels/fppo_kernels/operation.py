@@ -39,7 +39,7 @@ class Exact(NamedTuple):
 
 @attrs.frozen(kw_only=True)
 class OperationCost:
-    """The work that an operation requires at a shape, for any implementation, and a note on how it is counted.
+    """The work that an operation requires at a shape, in any implementation, and a note (`words`) on its counting.
 
     Bytes to read and write, and FLOPs (multiplications and additions; 0 if memory is the bound): forward, and with the
     backward pass (None without one).
@@ -131,7 +131,7 @@ def filled(
     **inputs: tuple[int, ...],
 ) -> Drawn:
     """Draw standard normal inputs of these shapes; a two-dimensional input named "weight" is scaled so that products
-    with it keep their size. `weights` is the shape of the cotangents."""
+    with it keep their size. `weights` is the shape of the cotangents, `extras` are keywords."""
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: normal(generator, *shape, scale=shape[1] ** -0.5 if name == "weight" and len(shape) == 2 else 1.0)

@@ -76,7 +76,8 @@ class _How(NamedTuple):
         return [(self.axis.rank - step) % self.axis.size for step in range(self.axis.size)]
 
     def scores(self, tile: _Tile, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The scores [Hkv, G, Q, K] of a tile, minimal where nothing is seen, and the slope of the soft cap."""
+        """The scores [Hkv, G, Q, K] of a tile, the dtype's least number where a query does not see a key, and the slope
+        of the soft cap at each; None without a soft cap."""
         scores = (query.flatten(1, 2) @ key.transpose(1, 2) * self.scale).unflatten(1, query.shape[1:3])
         slope = None
         if self.softcap is not None:

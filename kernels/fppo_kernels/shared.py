@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fppo_kernels.padding import Lengths, make_lengths, sent
 from fppo_kernels.shapes import Float, Int
-from fppo_kernels.table import takes_key_lengths
+from fppo_kernels.table import check_key_lengths
 from fppo_kernels.transforms import active
 
 
@@ -28,7 +28,7 @@ class Branch(NamedTuple):
 
 
 class Readings(NamedTuple):
-    """M readings of N tokens; a token may be read several times, or never."""
+    """M readings of `total` = N tokens; a token may be read several times, or never."""
 
     tokens: Int[Tensor, " m"]  # the token of each reading
     total: int  # N
@@ -36,8 +36,7 @@ class Readings(NamedTuple):
 
 
 class SharedKeys(NamedTuple):
-    """The M keys that the pieces of a packed row of N tokens see; a token that several pieces see counts as several
-    keys."""
+    """The M keys that the pieces of a packed row of N tokens see; a token seen by several pieces counts as several."""
 
     lengths: Lengths  # lengths of the pieces
     key_lengths: Lengths  # lengths of the keys that each piece sees, its own tokens last
@@ -112,12 +111,7 @@ def shared_attention(kernel: Callable[..., Tensor], shared: SharedKeys) -> Calla
     `kernel` gets N queries and M keys: the queries of a piece are the last tokens of the keys that it sees. The result
     takes the lengths of the pieces. Raises ValueError for a kernel without `key_lengths`.
     """
-    if not takes_key_lengths(kernel):
-        name = getattr(kernel, "__name__", type(kernel).__name__)
-        raise ValueError(
-            f"the attention kernel {name} has no keyword key_lengths, which shared prompts need: a response's queries "
-            "are the last tokens of the keys that it sees"
-        )
+    check_key_lengths(kernel, "shared prompts need: a response's queries are the last tokens of the keys that it sees")
 
     def attend(
         query: Float[Tensor, "n q d"],

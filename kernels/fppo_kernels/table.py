@@ -249,6 +249,13 @@ def takes_key_lengths(attention: Callable[..., Any]) -> bool:
     return "key_lengths" in inspect.signature(attention).parameters
 
 
+def check_key_lengths(attention: Callable[..., Any], need: str) -> None:
+    """Raise ValueError for an attention kernel without the keyword `key_lengths`; `need` says what it is needed for."""
+    if not takes_key_lengths(attention):
+        name = getattr(attention, "__name__", type(attention).__name__)
+        raise ValueError(f"the attention kernel {name} has no keyword key_lengths, which {need}")
+
+
 def own(op: str, fn: Callable[..., Any]) -> Implementation:
     """Wrap a user's function as an implementation of `op`. It lacks the keywords, features and dtypes in its attribute
     `lacks`, if it has one, and for attention `key_lengths` if it has no such keyword. Raises ValueError for an
@@ -330,7 +337,7 @@ class Kernels:
 
     @classmethod
     def named(cls, *, table: Table = BUILTIN, **names: str) -> Kernels:
-        """Look up kernels by operation and name. Raises ValueError for an unknown kernel, and for one that cannot run
+        """Look up kernels by operation and name. Raises ValueError for an unknown kernel, and one that cannot run
         here."""
         return cls(**{op: get(op, name, table=table) for op, name in {**DEFAULTS, **names}.items()})
 

@@ -166,8 +166,7 @@ class _Plain(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """The backward pass as a differentiable operation, which returns the needed gradients in the order of the
-    tensors."""
+    """The backward pass as a differentiable operation: the needed gradients in the order of the tensors."""
 
     @staticmethod
     def forward(passes: TwoPass, options: Any, needed: tuple[bool, ...], count: int, *saved: Any) -> tuple[Tensor, ...]:
@@ -222,7 +221,8 @@ def _gradients_of(ctx: Any) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[bo
 
 
 def refuse(kernel: str, way_out: str) -> None:
-    """Raise ValueError if a transform of torch.func is running, for a kernel that supports none."""
+    """Raise ValueError if a transform of torch.func runs, for a kernel that supports none; its text ends with
+    `way_out`."""
     if active():
         raise ValueError(f"{kernel} has no derivatives under torch.func: {way_out}")
 
@@ -301,8 +301,9 @@ def _by_rows(
 def _one_by_one(
     function: type[torch.autograd.Function], count: int, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """Apply a `function` to each of the `count` entries of mapped tensors in turn, as the vmap rule of a program that
-    accepts no further dimension. Returns the stacked results, and the dimension (0) along which each is stacked."""
+    """Apply a `function` to each of the `count` entries of mapped tensors, the `arguments` with a dimension in
+    `in_dims`, in turn, as the vmap rule of a program that accepts no further dimension. Returns the stacked results,
+    and the dimension (0) along which each is stacked."""
 
     def entry(number: int) -> list[Any]:
         pairs = zip(arguments, in_dims, strict=True)

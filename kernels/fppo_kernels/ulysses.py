@@ -23,8 +23,8 @@ from fppo_kernels.shapes import Float
 def slice_sequence(x: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
     """Take this rank's slice, one of n equal ones along `dim`, of an `x` that all ranks hold.
 
-    The gradient is this rank's share: zero outside the slice. Raises ValueError if the ranks do not divide the
-    dimension.
+    The gradient is this rank's share, zero outside the slice. Raises ValueError for a dimension that ranks do not
+    divide.
     """
     if x.shape[dim] % axis.size:
         raise ValueError(

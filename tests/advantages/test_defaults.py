@@ -34,6 +34,7 @@ def test_defaults_are_those_that_are_documented():
         "gpg": {"outcomes": None},
         "grpo": {"scale": "std"},
         "grpo_passk": {"scale": "std"},
+        "grpo_process": {"scale": "std"},
         "length_lam": {"alpha": 0.05},
         "opo": {"leave_one_out": False},
         "optimal_token_baseline": {"correction": None, "leave_one_out": False},
@@ -55,7 +56,7 @@ def test_defaults_are_those_that_are_documented():
 
 
 TOKENS = ("rewards", "values", "log_probs", "teacher_log_probs", "sum_squared_probs", "correction")
-TOKENS = (*TOKENS, "correction_weights", "turns", "kl", "x")
+TOKENS = (*TOKENS, "correction_weights", "turns", "kl", "x", "step_rewards")
 COLUMNS = {
     **{name: torch.zeros(2, 3) for name in TOKENS},
     **{name: torch.zeros(2) for name in ("scores", "baselines", "outcomes")},
@@ -71,7 +72,7 @@ MORE = {"td": {"steps": 2}, "token_rewards": {"kl_coef": 0.5}, "reverse_kl": {"s
     [
         *("grpo", "maxrl", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
         *("remax", "gae", "turn_gae", "turn_returns", "td", "vtrace", "optimal_token_baseline", "reverse_kl"),
-        *("mean_reverse_kl", "discounted_returns", "token_rewards", "whiten"),
+        *("grpo_process", "mean_reverse_kl", "discounted_returns", "token_rewards", "whiten"),
     ],
 )
 def test_a_column_that_would_be_spread_or_is_of_another_kind_is_named(name):

@@ -96,4 +96,4 @@ def test_values_of_a_game_are_those_of_its_recursion(height, seed, gamma):
 
     got = game_values(probs, tree, gamma=gamma)
     assert got.values.tolist() == pytest.approx([value(state) for state in range(height)])
-    assert got.said.tolist() == pytest.approx([said(e) for e in range(2 * height)])
+    assert got.action_values.tolist() == pytest.approx([said(e) for e in range(2 * height)])

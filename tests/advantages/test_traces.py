@@ -25,6 +25,7 @@ FORMULAS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMULAS)
 def test_an_estimator_is_its_formula_and_keeps_the_laws(name):
     function, scalars, how = FORMULAS[name]
@@ -32,6 +33,7 @@ def test_an_estimator_is_its_formula_and_keeps_the_laws(name):
     laws.check_temporal(estimator, reference=reference, **how)
 
 
+@pytest.mark.slow
 def test_a_wrong_discount_is_seen():
     with pytest.raises(LawViolation, match=r"as of partial\(td") as caught:
         laws.check_temporal(partial(td, steps=3, gamma=0.8), reference=partial(references.td, steps=3, gamma=0.9))

@@ -40,21 +40,20 @@ def prompts(*sources: str, dropped: int = 0, cut: int = 0) -> Any:
     return Prompts(sources=sources, num_dropped=dropped, num_truncated=cut)
 
 
-def inputs(**changes: Any) -> Any:
+def inputs(placement: PlacementSettings | None = None, **changes: Any) -> Any:
     sampling = SimpleNamespace(stop_token_ids=(1, 8), stop_texts=SimpleNamespace(texts=[b"ab", b"\n"]))
     words = SimpleNamespace(decode=lambda ids: f"<{ids[0]}>")
-    whole = {"device": torch.device("cpu"), "tokenizer": words, "sampling": sampling, "eval": None}
+    whole = {"device": torch.device("cpu"), "tokenizer": words, "sampling": sampling, "held_out": None}
+    whole["settings"] = SimpleNamespace(model=MODEL, placement=placement or PlacementSettings())
     return SimpleNamespace(**{**whole, "prompts": prompts("b", "a", "a", "d", "c", dropped=1200, cut=2), **changes})
 
 
 def test_what_is_read_is_said_line_by_line():
     differing = {"steps": 4, "data.path": ["x", "y"], "model.config": "a\n " * 40}
-    held_out = SimpleNamespace(held_out=prompts("t", "t"))
     pools = {"p": {"ranks": 2, "threads": 3}, "e": {"ranks": 1, "threads": 1}}
     placement = PlacementSettings(pools=pools, roles=RoleSettings(actor="p", rollout="e"))
-    found = input_lines(
-        inputs(eval=held_out), MODEL, placement, differing, ["one: two"], ["old log-probs"], ["x changes nothing"]
-    )
+    made = inputs(placement, held_out=prompts("t", "t"))
+    found = input_lines(made, differing, ["one: two"], ["old log-probs"], ["x changes nothing"])
     assert [" ".join(line.split()) for line in found] == [
         "device cpu, bfloat16",
         "kernels attention varlen, log-probs triton",
@@ -73,14 +72,14 @@ def test_what_is_read_is_said_line_by_line():
 
 def test_a_stop_that_is_a_token_and_a_text_is_said_once():
     both = SimpleNamespace(stop_token_ids=(1, 8), stop_texts=SimpleNamespace(texts=[b"<8>", b"x"]))
-    lines = input_lines(inputs(sampling=both), MODEL, PlacementSettings(), {})
+    lines = input_lines(inputs(sampling=both), {})
     assert [line.split() for line in lines if line.startswith("ends")] == [["ends", "'<1>'", "'<8>'", "'x'"]]
 
 
 def test_nothing_is_said_of_what_is_not_there():
     alone = SimpleNamespace(stop_token_ids=(1,), stop_texts=None)
     nobodys = {"mesh.shard": 1, "x": 1}  # a command fills the first in
-    found = input_lines(inputs(sampling=alone, prompts=prompts("a", "b", "c")), MODEL, PlacementSettings(), nobodys)
+    found = input_lines(inputs(sampling=alone, prompts=prompts("a", "b", "c")), nobodys)
     assert [" ".join(line.split()) for line in found] == [
         "device cpu, bfloat16",
         "kernels attention varlen, log-probs triton",
@@ -128,7 +127,7 @@ def test_what_becomes_of_thoughts_is_said_of_chats(monkeypatch, chat, roles, thi
     asked = []
     monkeypatch.setattr(announce, "forgets_thinking", lambda words, **named: asked.append(named["roles"]) or roles)
     rows = DataSettings(chat=chat)
-    found = input_lines(inputs(), MODEL, PlacementSettings(), {}, thinking=thinking, rows=rows)
+    found = input_lines(inputs(), {}, thinking=thinking, rows=rows)
     lines = [" ".join(line.split()) for line in found]
     assert [line for line in lines if line.startswith("turns")] == said
     assert asked == [("tool",)] * chat
@@ -155,21 +154,6 @@ def test_a_supervised_run_says_its_rows_and_the_tokens_that_it_imitates_in_train
     assert "rows demonstrations 1; 1 tokens to imitate" in " ".join(
         " ".join(supervised_lines(torch.device("cpu"), MODEL, none, 1, 2, [])).split()
     )
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (999, "999"),
-        (12_345, "12,345"),
-        (10**6, "1 M"),
-        (1_234_567, "1.23 M"),
-        (10**9, "1 B"),
-        (7_615_616_512, "7.62 B"),
-    ],
-)
-def test_numbers_of_parameters_are_short(number, text):
-    assert announce._count(number) == text
 
 
 def test_a_model_says_its_size_and_an_adapter_what_is_trained():

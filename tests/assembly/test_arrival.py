@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 
 from fppo import models
 from fppo.assembly.run import assemble
 from fppo.key import Key
 from fppo.quickstart import small_model
+from fppo.rollout.turns.games import Game
 from tests import tiny_run
 from tests.assembly.walk import differing, walked
 
@@ -44,12 +46,27 @@ def temperature(value: float) -> dict[str, Any]:
     return passes | {"program.rollout.sampling.temperature": value, "program.update_actor.terms.temperature": value}
 
 
+def adapter(rank: int) -> str:
+    return f"Lora(rank={rank}, alpha=6.0, targets=('q_proj', 'k_proj'), scaling='rslora', exclude=('k_proj',))"
+
+
+ON_HOST = {
+    f"optimizer.{name}": value
+    for place in ("", "update.")
+    for name, value in {
+        f"{place}kernel()": "offloaded_adamw.<locals>.adamw",
+        f"{place}kernel.bucket_bytes": 2**27,
+        f"{place}kernel.kernel()": "adamw_",
+    }.items()
+}
+GAME = Game(node=lambda state: pytest.fail("nobody plays"), draws=3)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rollout": (
         {
             "rollout__temperature": 0.75,
             "rollout__top_k": 3,
             "rollout__top_p": 0.875,
+            "rollout__min_p": 0.125,
             "rollout__max_tokens": 5,
             "rollout__n": 2,
             "rollout__stop": ["5"],
@@ -62,6 +79,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         temperature(0.75)
         | at(ANSWERS, {"sampling.top_k": 3, "sampling.top_p": 0.875, "sampling.max_tokens": 5, "cache_bytes": 2**28})
+        | at(ANSWERS, {"sampling.min_p": 0.125})
         | at(ANSWERS, {"sampling.stop_token_ids.1": 8, "sampling.stop_texts.texts.0": b"5"})
         | {
             "program.rollout.sampling.n": 2,
@@ -218,12 +236,140 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "program.steps": 5,
         },
     ),
+    "paths": (
+        {"model__critic_path": "teacher", "model__ref_path": "teacher"},
+        at([*PASSES[1:], UPDATES[1]], {"forward.model.layers": 2, "forward.model.width": 32}),
+    ),
+    "dtypes": (
+        {
+            "model__compute_dtype": "bfloat16",
+            "model__checkpoint_layers": True,
+            "critic__compute_dtype": "float32",
+            "critic__checkpoint_layers": False,
+            "critic__loss": "two_hot",
+            "critic__loss__low": -2.0,
+            "critic__loss__high": 3.0,
+        },
+        at(
+            [*PASSES[:2], UPDATES[0], "program.annotate.passes.balance"],
+            {"forward.model.compute_dtype": torch.bfloat16, "forward.model.checkpoint_layers": True},
+        )
+        | at(ANSWERS, {"model.compute_dtype": torch.bfloat16, "model.checkpoint_layers": True})
+        | at(
+            [PASSES[2], UPDATES[1]],
+            {"forward.read()": "placed_values", "forward.read.low": -2.0, "forward.read.high": 3.0},
+        )
+        | at([UPDATES[1]], {"loss_fn()": "two_hot", "loss_fn.low": -2.0, "loss_fn.high": 3.0})
+        | {"program.annotate.limit": 0.05},
+    ),
+    "the host": (
+        {
+            "model__offload": "all",
+            "model__ref_offload": False,
+            "critic__offload": "moments",
+            "model__offload_activations": True,
+        },
+        {"program.annotate.passes.policy.fetch.offload": "all"}
+        | {"program.annotate.passes.values.fetch.offload": "moments"}
+        | at(UPDATES, {**ON_HOST, "minimum_bytes": 2**20, "window_bytes": 2**28}),
+    ),
+    "the host for others": (
+        {"model__offload": "moments", "model__ref_offload": True, "critic__offload": "all"},
+        {"program.annotate.passes.policy.fetch.offload": "moments"}
+        | at(PASSES[1:], {"fetch.offload": "all"})
+        | at(UPDATES, ON_HOST),
+    ),
+    "adapters": (
+        {
+            "model__lora__rank": 2,
+            "model__lora__alpha": 6.0,
+            "model__lora__scaling": "rslora",
+            "model__lora__targets": ["q_proj", "k_proj"],
+            "model__lora__exclude": ["k_proj"],
+            "model__lora__critic_rank": 3,
+        },
+        at([*PASSES[:2], UPDATES[0], "program.annotate.passes.balance"], {"forward.model.adapter": adapter(2)})
+        | at([PASSES[2], UPDATES[1]], {"forward.model.adapter": adapter(3)})
+        | at(ANSWERS, {"model.adapter": adapter(2)}),
+    ),
+    "one update": (
+        {"actor__epochs": 1, "actor__mini_batch_size": 8, **tiny_run.NO_KL},
+        WITHOUT_KL
+        | {
+            "program.annotate.old_log_probs": "update",
+            "program.update_actor.old_log_probs": "update",
+            "program.update_actor.limit": 1e-4,
+            "program.update_actor.then": "warn",
+            "program.update_actor.epochs": 1,
+            "program.update_actor.loop.epochs": 1,
+            "program.update_actor.loop.mini_batch_size": 8,
+            "program.update_actor.loop.timeline.total": 4,
+            "program.update_actor.optimizer.update.schedule.total": 4,
+        },
+    ),
+    "a reward model": (
+        {
+            "reward__model__path": "scorer",
+            "reward__model__weight": 0.5,
+            "reward__model__micro_batch_size": 3,
+            "model__share_prompts": False,
+        },
+        at(
+            ["program", "evaluate"],
+            {
+                "reward.terms.1.name": "reward_model",
+                "reward.terms.1.weight": 0.5,
+                "reward.terms.1.fn.micro_batching.size": 3,
+                "reward.terms.1.fn.micro_batching.token_budget": None,
+                "reward.terms.1.fn.forward.model.head": "value",
+                "reward.terms.1.fn.forward.share_prompts": False,
+            },
+        )
+        | at([*PASSES, *UPDATES, "program.annotate.passes.balance"], {"forward.share_prompts": False}),
+    ),
+    "a judge": (
+        {
+            "reward__judge__path": "start",
+            "reward__judge__weight": 0.25,
+            "reward__judge__chat": False,
+            "reward__judge__template": "{prompt}?{response}=",
+            "reward__judge__max_tokens": 7,
+            "reward__judge__max_prompt_tokens": 11,
+            "reward__judge__temperature": 0.5,
+            "reward__judge__max_rows": 3,
+            "seed": 3,
+        },
+        at(
+            ["program", "evaluate"],
+            {
+                "reward.terms.1.name": "judge",
+                "reward.terms.1.weight": 0.25,
+                "reward.terms.1.fn.template": "{prompt}?{response}=",
+                "reward.terms.1.fn.chat": False,
+                "reward.terms.1.fn.sampling.max_tokens": 7,
+                "reward.terms.1.fn.sampling.temperature": 0.5,
+                "reward.terms.1.fn.sampling.greedy": False,
+                "reward.terms.1.fn.sampling.stop_token_ids.0": 1,
+                "reward.terms.1.fn.max_prompt_tokens": 11,
+                "reward.terms.1.fn.max_rows": 3,
+                "reward.terms.1.fn.vocabulary": 15,
+                "reward.terms.1.fn.key": Key(3).fold("judge").seed,
+            },
+        )
+        | {"key": Key(3).seed, "draw.key": Key(3).fold("data").seed},
+    ),
+    "a game": (
+        {"rollout__turns__respond": "tests.assembly.test_arrival:GAME", "rollout__turns__turn_tokens": 1},
+        at(ANSWERS, {"draws": 3, "turn_tokens": 1, "encode.vocabulary": 15, "prompt.2": 15})
+        | {"program.rollout.measure.0()": "turn_metrics"},
+    ),
     "evaluation": (
         {
             "eval__n": 2,
             "eval__temperature": 0.5,
             "eval__top_k": 4,
             "eval__top_p": 0.4,
+            "eval__min_p": 0.2,
             "eval__max_tokens": 9,
             "eval__stop": ["9"],
             "eval__max_prompts": 7,
@@ -236,6 +382,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "evaluate.sampling.greedy": False,
             "evaluate.sampling.top_k": 4,
             "evaluate.sampling.top_p": 0.4,
+            "evaluate.sampling.min_p": 0.2,
             "evaluate.sampling.max_tokens": 9,
             "evaluate.sampling.stop_token_ids.1": 12,
             "evaluate.sampling.stop_texts.texts.0": b"9",
@@ -353,13 +500,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         at(
             ANSWERS,
             {
-                "tools.tools.tool.name": "adder",
-                "tools.tools.tool.inline": False,
-                "tools.tools.failure": "no",
-                "tools.tools.time_limit": 7.0,
-                "tools.tools.workers": 2,
-                "tools.tools.concurrency": 9,
-                "tools.tools.retries": 3,
+                "tools.function.name": "adder",
+                "tools.function.inline": False,
+                "tools.result.failure": "no",
+                "tools.time_limit": 7.0,
+                "tools.workers": 2,
+                "tools.concurrency": 9,
+                "tools.retries": 3,
                 "max_turns": 5,
                 "turn_tokens": 2,
                 "encode.vocabulary": 15,
@@ -383,7 +530,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         at(
             ANSWERS,
             {
-                "tools.calls.name": "tests.rollout.environments:Count",
+                "tools.function.name": "tests.rollout.environments:Count",
                 "tools.time_limit": 7.0,
                 "tools.workers": 2,
                 "tools.concurrency": 9,
@@ -393,6 +540,36 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                 "encode.vocabulary": 15,
                 "prompt.2": 15,
                 "prompt_tokens": 99,
+            },
+        )
+        | at(["program", "evaluate"], {"reward.terms.0.name": "environment"})
+        | at(["program", "evaluate"], {"reward.terms.0.fn()": "environment_reward"})
+        | {"program.rollout.measure.0()": "turn_metrics"},
+    ),
+    "an agent": (
+        {
+            "rollout__environment": "agent",
+            "rollout__environment__play": "tests.serve.players:counting",
+            "rollout__environment__concurrency": 7,
+            "rollout__environment__time_limit": 9.0,
+            "rollout__environment__rows": "all",
+            "rollout__turns__workers": 3,
+            "rollout__turns__turn_tokens": 2,
+            "data__max_prompt_tokens": 11,
+            "reward__functions": [],
+        },
+        at(
+            ANSWERS,
+            {
+                "agent.calls.name": "counting",
+                "agent.time_limit": 9.0,
+                "agent.workers": 3,
+                "agent.concurrency": 7,
+                "bounds.row_tokens": 11 + 3,
+                "bounds.answer_tokens": 2,
+                "all": True,
+                "anew": False,
+                "texts.vocabulary": 15,
             },
         )
         | at(["program", "evaluate"], {"reward.terms.0.name": "environment"})
@@ -433,7 +610,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 # with functions of fixed values, whose other values are those of their own defaults
-OPEN = ("greedy baselines", "tools", "an environment", "a teacher", "a curriculum")
+OPEN = (
+    "greedy baselines",
+    "tools",
+    "an environment",
+    "an agent",
+    "a game",
+    "a teacher",
+    "a curriculum",
+    "a reward model",
+    "a judge",
+)
+PATHS = ("model__teacher_path", "model__critic_path", "model__ref_path", "reward__model__path", "reward__judge__path")
 
 
 @pytest.fixture(scope="module")
@@ -442,13 +630,14 @@ def task(tmp_path_factory):
     tiny_run.write_task(directory)
     teacher = small_model(15, width=32, layers=2)
     models.save(teacher, models.init_params(teacher, Key(1)), directory / "teacher")
+    scorer = models.build(small_model(15, width=16, layers=1).config, "value")
+    models.save(scorer, models.init_params(scorer, Key(2)), directory / "scorer")
     return directory
 
 
 def held(task, **changes):
     """All plain values of a run of these settings."""
-    if "model__teacher_path" in changes:
-        changes["model__teacher_path"] = str(task / changes["model__teacher_path"])
+    changes |= {name: str(task / changes[name]) for name in PATHS if name in changes}
     with assemble(tiny_run.settings(task, **changes)) as made:
         run = {"kl": made.run.kl, "key": made.run.key, "cursor": made.run.cursor}
         return walked({"program": made.program, "draw": made.draw, "evaluate": made.evaluate, **run})
@@ -459,6 +648,7 @@ def base(task):
     return held(task)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_settings_reach_what_they_name_and_nothing_else(task, base, name):
     changes, expected = CASES[name]

@@ -18,6 +18,8 @@ import fppo
 from fppo import advantages, losses, metrics, models, tree
 from fppo.advantages import Advantages
 from fppo.assembly import functions, learning, machine, texts
+from fppo.assembly.checks import check_models
+from fppo.assembly.inputs import Inputs
 from fppo.assembly.parts import axes_at, check_kernels
 from fppo.assembly.run import assemble
 from fppo.key import Key
@@ -25,6 +27,7 @@ from fppo.models.inner import inner_of
 from fppo.pipeline.checks import field
 from fppo.pipeline.step import ppo_step
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
+from fppo.rollout import Sampling
 from fppo.runs import starts
 from fppo.runtime.mesh import LOCAL
 from fppo.settings import component, files, modules, tables
@@ -59,9 +62,11 @@ def _attributes_read() -> set[str]:
     trees = [ast.parse(file.read_text()) for file in files]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     named = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return {node.attr for node in nodes if isinstance(node, ast.Attribute)} | named
+    sampling = {each.name for each in attrs.fields(Sampling)}  # read by the names that both have
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute)} | named | sampling
 
 
+@pytest.mark.slow
 def test_every_setting_has_a_reader():
     read = _attributes_read() | {path.rpartition(".")[2] for path in modules.KERNELS}
     names = [(path, path.rpartition(".")[2]) for path in files.paths()]
@@ -91,6 +96,7 @@ def test_the_program_has_the_settings_scalars(tmp_path):
         assert assembly.run.critic is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("warmup", "ratios"), [(0, range(12, 8, -1)), (2, (12, 9, 6, 3))])
 def test_the_actors_rate_falls_over_its_own_updates(tmp_path, warmup, ratios):
     """Four updates in each of three steps; while the critic warms up there are none, and none is counted."""
@@ -115,6 +121,7 @@ ONCE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -157,6 +164,7 @@ def own_advantage(rows, rewards):
     return Advantages(rewards + 2.0, rewards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["model.attention", "model.log_probs", "algorithm.gae"])
 def test_own_kernels_are_those_of_the_run(tmp_path, setting):
     tiny_run.write_task(tmp_path)
@@ -169,6 +177,7 @@ def test_own_kernels_are_those_of_the_run(tmp_path, setting):
         pass
 
 
+@pytest.mark.slow
 def test_a_step_builds_nothing(tmp_path, monkeypatch):
     """Losses, optimizers and models are built before the first step."""
     built = collections.Counter()
@@ -211,6 +220,7 @@ def momentum_alone(schedule):
     return from_function(lambda params: tree.map(torch.zeros_like, params), update)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", ["none", "moments", "all"])
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "muon", "tests.assembly.test_assembly:momentum_alone"])
 def test_an_optimizer_by_name_trains_and_its_state_has_the_shapes_of_parameters(tmp_path, name, offload):
@@ -308,16 +318,28 @@ def test_a_kernel_that_lacks_what_a_model_needs_is_refused_before_any_work(
     tmp_path, monkeypatch, sinks_in, dtype, missing
 ):
     tiny_run.write_task(tmp_path)
-    needs = frozenset({"sinks"})
-    monkeypatch.setattr("fppo.models.attention_needs", lambda model: needs if model.head == sinks_in else frozenset())
+    write_config(tmp_path, "gpt_oss")  # no weights are there to be read
+    path = {"lm": "path", "value": "critic_path"}.get(sinks_in)
+    changes = {f"model__{path}": str(tmp_path / "gpt_oss"), "model__tokenizer": str(tmp_path / "start")} if path else {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(models, "load", lambda *args, **kwargs: pytest.fail("weights were read"))
-    settings = tiny_run.settings(tmp_path, model__attention="varlen", model__compute_dtype=dtype, device="cpu")
+    settings = tiny_run.settings(
+        tmp_path, model__attention="varlen", model__compute_dtype=dtype, device="cpu", **changes, **tiny_run.NO_KL
+    )
     words = rf"attention/varlen has no {missing}, which is needed; there are \['eager'"
-    with pytest.raises(ValueError, match=words), assemble(settings):
-        pass
+    with pytest.raises(ValueError, match=words):
+        Inputs(settings=settings).need(check_models)
 
 
+def write_config(directory, name):
+    """The config of a model whose attention has needs of its own, with the tokens of tiny runs."""
+    config = type(CONFIGS[name]).from_dict(
+        {**CONFIGS[name].to_dict(), "vocab_size": len(character_tokenizer(CHARACTERS))}
+    )
+    config.save_pretrained(directory / name)
+    return config
+
+
+@pytest.mark.slow
 def test_kernels_inside_the_layers_are_those_of_the_settings(tmp_path):
     tiny_run.write_task(tmp_path)
     settings = tiny_run.settings(tmp_path, model__linear="onednn", model__rms_norm="torch")
@@ -378,10 +400,8 @@ def test_a_kernel_that_a_context_axis_cannot_use_is_refused_by_name(tmp_path):
 
 def test_a_reward_model_is_asked_too(tmp_path, monkeypatch):
     tiny_run.write_task(tmp_path)
-    monkeypatch.setattr("fppo.models.attention_needs", lambda model: frozenset({"softcap"}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    policy = small_model(len(character_tokenizer(CHARACTERS)), width=16, layers=1)
-    judge = models.build(policy.config, "value")
+    judge = models.build(write_config(tmp_path, "gemma2"), "value")
     models.save(judge, models.init_params(judge, Key(0)), tmp_path / "judge")
     settings = tiny_run.settings(tmp_path, model__attention="varlen", reward__model__path=str(tmp_path / "judge"))
     with pytest.raises(ValueError, match="attention/varlen has no float32 and no softcap"):
@@ -416,8 +436,9 @@ def test_a_gpu_takes_the_kernels_that_its_models_can_use(tmp_path, monkeypatch):
     on_gpu, said = machine.resolved(given, torch.device("cuda"))
     assert (on_gpu.model.compute_dtype, on_gpu.model.attention) == ("bfloat16", "varlen")
     assert [line.split(":")[0] for line in said] in ([], ["model.log_probs chunked"])  # where triton is not installed
-    monkeypatch.setattr("fppo.models.attention_needs", lambda model: frozenset({"softcap"}))
-    other, said = machine.resolved(given, torch.device("cuda"))
+    write_config(tmp_path, "gemma2")
+    soft = files.replace(given, {"model.path": str(tmp_path / "gemma2")})
+    other, said = machine.resolved(soft, torch.device("cuda"))
     assert other.model.attention == "sdpa"
     assert "model.attention sdpa: varlen has no softcap" in said
     (tmp_path / "run").mkdir()
@@ -434,6 +455,19 @@ def test_one_update_a_step_is_compared_with_the_engine_and_several_are_not(epoch
     assert learning.update_watch(attrs.evolve(rollout, gap="off"), "float32", loop) is None
 
 
+def test_a_ratio_warms_up_over_that_part_of_each_models_own_updates(tmp_path):
+    """Half of the actor's four, which come after the critic's own steps, and a third of the critic's six."""
+    tiny_run.write_task(tmp_path)
+    rates = {"actor__optimizer__warmup_ratio": 0.5, "critic__optimizer__warmup_ratio": 0.34}
+    with assemble(tiny_run.settings(tmp_path, steps=3, critic__warmup_steps=2, **rates)) as assembly:
+        run, logged = assembly.run, []
+        for _ in range(3):
+            run, _, report = ppo_step(run, program=assembly.program, draw=assembly.draw)
+            logged.append(metrics.report(report))
+    assert logged[2]["actor/lr"] == pytest.approx(1e-3 * (1 / 3 + 2 / 3 + 1 + 1 / 2) / 4)  # a linear schedule
+    assert [each["critic/lr"] for each in logged] == pytest.approx([1e-3 / 2, 1e-3, 1e-3])
+
+
 def test_a_rate_has_the_numbers_of_its_section():
     section = OptimizerSettings(lr=0.5, schedule="linear", warmup_steps=1, min_lr_ratio=0.2)
     optimizer = functions.optimizer_of(section, 5, setting="actor.optimizer")
@@ -443,3 +477,5 @@ def test_a_rate_has_the_numbers_of_its_section():
         _, _, report = optimizer.update(state.params, {"w": torch.ones(2)}, state.opt, step, mesh=LOCAL, donate=False)
         rates.append(metrics.report(report)["lr"])
     assert rates == pytest.approx([0.25, 0.5, 0.3, 0.1])
+    again = functions.rate_of(OptimizerSettings(lr=0.5, schedule="cosine", min_lr_ratio=0.2, num_cycles=2), 4)
+    assert [again(step) for step in range(5)] == pytest.approx([0.5, 0.3, 0.5, 0.3, 0.1])

@@ -11,6 +11,7 @@ from fppo.steps.hidden import hidden_values
 from tests import tiny_run
 
 
+@pytest.mark.slow
 def test_an_ensemble_leaves_out_what_its_members_agree_in(tmp_path):
     tiny_run.write_task(tmp_path)
     changes = {"critic__reads": "hidden", "critic__ensemble": 3, "critic__leave_agreed": 0.4}

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from fppo.assembly import environments
 from fppo.assembly.environments import (
-    environment_runner,
     environment_terms,
     episode_prompts,
     maker_of,
@@ -17,7 +15,7 @@ from fppo.assembly.environments import (
 from fppo.quickstart import CHARACTERS, character_tokenizer
 from fppo.rewards.environment import environment_reward
 from fppo.rollout.turns.observations import ChatTemplate, PlainText
-from fppo.settings.rollout import EnvironmentSettings, TurnsSettings
+from fppo.settings.rollout import EnvironmentSettings
 from tests.rollout import environments as worlds
 
 HERE = "tests.assembly.test_environments"
@@ -72,33 +70,20 @@ def test_what_is_no_environment_is_refused_by_its_setting(name, keywords, text):
         maker_of(EnvironmentSettings(name=name, keywords=keywords))
 
 
-def test_a_runner_has_the_environment_by_its_name_and_the_limits_of_turns(monkeypatch):
-    monkeypatch.setattr(environments, "EnvironmentRunner", lambda make, **named: (make(), named))
-    turns = TurnsSettings(time_limit=3.0, workers=2, concurrency=5, retries=7)
-    limits = {"time_limit": 3.0, "workers": 2, "concurrency": 5, "retries": 7}
-    for name, asynchronous in ((COUNT, False), ("tests.rollout.environments:Later", True)):
-        found: Any = environment_runner(EnvironmentSettings(name=name, keywords={"most": 6}), turns)
-        world, named = found
-        assert world.most == 6
-        assert named == {"name": name, "asynchronous": asynchronous, **limits}
-
-
 MESSAGES = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
 
 
 @pytest.mark.parametrize(("vocabulary", "less"), [(15, 0), (9, 1)])
-def test_prompts_of_messages_are_their_texts_or_as_the_chat_template_has_them(monkeypatch, vocabulary, less):
+def test_prompts_of_messages_are_their_texts_or_as_the_chat_template_has_them(vocabulary, less):
     """Without the tokens that the model has no rows for."""
     words = character_tokenizer(CHARACTERS)
     ids = words.encode("1+2=3")
     kept = [token for token in ids if token < vocabulary]
     assert (len(kept) < len(ids)) == bool(less)
     assert prompt_encoder(words, PlainText(words), vocabulary)(MESSAGES) == kept
-    asked = []
-    monkeypatch.setattr(ChatTemplate, "prompt", lambda self, messages: asked.append(messages) or [3, 14, 5])
-    encode = prompt_encoder(words, ChatTemplate(words), vocabulary)
-    assert encode(MESSAGES) == [x for x in (3, 14, 5) if x < vocabulary]
-    assert asked == [MESSAGES]
+    words.chat_template = "{% for m in messages %}={{ m.content }}{% endfor %}"
+    shown = [token for token in words.encode("=1+2==3") if token < vocabulary]
+    assert prompt_encoder(words, ChatTemplate(words), vocabulary)(MESSAGES) == shown
 
 
 def test_prompts_without_content_have_numbers():

@@ -12,16 +12,13 @@ from fppo import losses
 from fppo.advantages.columns import OfRows, by_token
 from fppo.assembly import functions
 from fppo.losses import Correction
-from fppo.pipeline.checks import SCREENED, Usage
-from fppo.runtime.offload import Lane
-from fppo.settings import files
 from fppo.settings.learning import (
     AdvantageSettings,
     AlgorithmSettings,
     CorrectionSettings,
     LossSettings,
-    OptimizerSettings,
 )
+from fppo.settings.reward import RewardSettings
 from fppo.steps.actor import SelectiveLoss
 from fppo_kernels.table import Kernels
 
@@ -104,24 +101,31 @@ def test_a_loss_is_one_function_or_that_and_its_selection():
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 
 
+LEFT = MASK & torch.tensor([[True, False, False], [True, True, True]])
+
+
+def weighed(old: torch.Tensor, new: torch.Tensor, mask: torch.Tensor) -> Correction:
+    """A correction of ones own, which leaves some tokens out."""
+    assert (old.sum(), new.sum(), mask is MASK) == (0.0, 6.0, True)
+    return Correction(torch.tensor([[0.5, 8.0, 3.0], [4.0, 1.0, 1.0]]).where(LEFT, 0.0), LEFT, {})
+
+
+def unweighed(old: torch.Tensor, new: torch.Tensor, mask: torch.Tensor) -> Correction:
+    """One that has no weights."""
+    return Correction(None, LEFT, {})
+
+
 @pytest.mark.parametrize("loss", ["gmpo", "ppo_clip"])
-@pytest.mark.parametrize("weighs", [True, False])
-def test_a_loss_of_rows_has_one_weight_for_each_over_the_tokens_that_remain(monkeypatch, loss, weighs):
-    left = MASK & torch.tensor([[True, False, False], [True, True, True]])
-    weights = torch.tensor([[0.5, 8.0, 3.0], [4.0, 1.0, 1.0]]).where(left, 0.0) if weighs else None
-    given: list[Any] = []
-    monkeypatch.setattr(
-        functions, "bound", lambda *_: [lambda *args: given.append(args) or Correction(weights, left, {})]
-    )
-    correct: Any = functions.loss_correction(CorrectionSettings(name="rollout"), LossSettings(name=loss))
-    old, new = torch.zeros(2, 3), torch.ones(2, 3)
-    found = correct(old, new, MASK)
-    assert all(a is b for a, b in zip(given[0], (old, new, MASK), strict=True))
-    assert found.mask is left
-    if not weighs:
+@pytest.mark.parametrize("fn", [weighed, unweighed])
+def test_a_loss_of_rows_has_one_weight_for_each_over_the_tokens_that_remain(loss, fn):
+    section = CorrectionSettings(name=f"{__name__}:{fn.__name__}")
+    correct: Any = functions.loss_correction(section, LossSettings(name=loss))
+    found = correct(torch.zeros(2, 3), torch.ones(2, 3), MASK)
+    assert found.mask is LEFT
+    if fn is unweighed:
         assert found.weights is None
     elif loss == "ppo_clip":
-        assert found.weights is weights
+        assert torch.equal(found.weights, weighed(torch.zeros(2, 3), torch.ones(2, 3), MASK).weights)
     else:
         assert torch.allclose(found.weights, torch.tensor([[0.5, 0.0, 0.0], [4.0, 0.0, 0.0]]), atol=1e-6)
 
@@ -131,61 +135,12 @@ def test_nothing_is_corrected_without_a_correction():
     assert functions.loss_correction(CorrectionSettings(), LossSettings(name="gmpo")) is None
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-@pytest.mark.parametrize("away", [True, False])
-def test_an_optimizer_has_its_schedule_its_kernel_and_its_place(monkeypatch, name, away):
-    section = OptimizerSettings(name=name, lr=0.5, schedule="linear", warmup_steps=2, min_lr_ratio=0.25)
-    asked: list[Any] = []
-    monkeypatch.setattr(functions, "schedule", lambda *args, **named: asked.append((args, named)) or "rate")
-    monkeypatch.setattr(functions, "offloaded_adamw", lambda kernel, lane: ("offloaded", kernel, lane))
-    monkeypatch.setattr(functions, "kept_on_host", lambda optimizer, lane: ("kept", optimizer, lane))
-    made: list[Any] = []
-    usual = functions.bound
-
-    def noting(*args: Any) -> list[Any]:
-        (make,) = usual(*args)
-        assert args == (section, functions.OPTIMIZERS, "actor.optimizer")
-        return [lambda *own, **named: made.append((own, named)) or make(lambda count: 0.5)]
-
-    monkeypatch.setattr(functions, "bound", noting)
-    kernel: Any = "kernel"
-    lane = Lane(CPU) if away else None
-    found: Any = functions.optimizer_of(section, 7, setting="actor.optimizer", kernel=kernel, on_host=lane)
-    assert asked == [(("linear", 0.5), {"total_steps": 7, "warmup_steps": 2, "min_ratio": 0.25})]
-    own = {"kernel": ("offloaded", "kernel", lane) if away else "kernel"} if name == "adamw" else {}
-    assert made == [(("rate",), own)]
-    assert (isinstance(found, tuple) and found[::2] == ("kept", lane)) is (away and name == "sgd")
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_laws_are_put_to_what_settings_name_and_say_which_setting_broke_one(monkeypatch, own):
-    asked: list[Any] = []
-    wrong: dict[str, str] = {}
-    monkeypatch.setattr(functions, "screened", lambda **named: asked.append(named) or wrong)
-    estimator = AdvantageSettings(name=OWN if own else "gae")
-    weighed: list[Any] = []
-    names = {"model.attention": "my:attention", "algorithm.gae": "my:gae"}
-    usage = Usage(group=3, dtype=torch.bfloat16, device=CPU)
-    args = LossSettings(), estimator, lambda given: weighed.append(given) or "estimator", names, KERNELS
-    functions.check_laws(*args, usage)  # pyright: ignore
-    loss = functions.policy_loss(LossSettings())
-    kernels = {op: getattr(KERNELS, op) for op in (*SCREENED, "gae")}
-    assert asked == [
-        {"loss_fn": loss, "advantage_fn": "estimator" if own else None, "kernels": kernels, "usage": usage}
-    ]
-    assert weighed == ([{}] if own else [])
-    wrong |= {
-        "gae": "is no kernel",
-        "attention": "sees the future",
-        "loss_fn": "has no sign",
-        "advantage_fn": "is flat",
+@pytest.mark.parametrize(("penalty", "factor"), [(None, 1.0), (0.0, 0.0), (0.5, 0.5)])
+def test_a_penalty_for_long_responses_counts_as_its_section_says(penalty, factor):
+    section = RewardSettings(functions=("exact_match",), overlong_buffer=4, overlong_penalty=penalty)
+    found = functions.reward_of(section, {"judge": (lambda rows: [], 2.0)}, max_tokens=6)
+    assert {term.name: term.weight for term in found.terms} == {
+        "exact_match": 1.0,
+        "judge": 2.0,
+        "length_penalty": factor,
     }
-    with pytest.raises(files.SettingsError) as caught:
-        functions.check_laws(*args, usage)  # pyright: ignore
-    end = "\n  check = false starts all the same"
-    assert caught.value.problems == (
-        f"algorithm.gae = 'my:gae': is no kernel{end}",
-        f"model.attention = 'my:attention': sees the future{end}",
-        f"actor.loss.name = 'ppo_clip': has no sign{end}",
-        f"algorithm.advantage.name = {estimator.name!r}: is flat{end}",
-    )

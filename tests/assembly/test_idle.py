@@ -80,6 +80,7 @@ def test_a_ratio_is_1_where_the_old_log_probs_are_those_of_the_updated_policy(ch
     assert bool(said(ONCE, changes)) is there
 
 
+@pytest.mark.slow
 def test_the_clip_of_values_changes_nothing_where_the_critic_has_one_update_a_step():
     text = "one update of the critic a step: values are the old ones; critic.loss.clip changes nothing"
     for loss, there in (("mse", True), ("huber", True), ("hl_gauss", False), ("two_hot", False), ("quantile", False)):

@@ -22,10 +22,10 @@ from transformers import (
 import fppo
 from fppo import models
 from fppo.assembly import texts
-from fppo.assembly.inputs import read_inputs
+from fppo.assembly.checks import TRAIN
+from fppo.assembly.inputs import Inputs
 from fppo.commands import cli
 from fppo.key import Key
-from fppo.runtime.mesh import LOCAL
 from fppo.settings import checks, files
 from fppo.settings.train import TrainSettings
 from tests import tiny_run
@@ -122,11 +122,12 @@ def test_a_model_of_images_without_a_processor_of_them_is_refused(tmp_path, monk
     (tmp_path / "start" / "processor_config.json").unlink()
     with pytest.raises(ValueError, match=r"data\.images = 'images': no processor of images came from .*start: OSError"):
         texts.open_processor(settings.model, settings.data)
-    monkeypatch.setattr(texts.AutoProcessor, "from_pretrained", AutoTokenizer.from_pretrained)
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", AutoTokenizer.from_pretrained)
     with pytest.raises(ValueError, match=r"data\.images = 'images': .*start has no processor of images \(processor_c"):
         texts.open_processor(settings.model, settings.data)
 
 
+@pytest.mark.slow
 def test_what_images_do_not_go_with_is_refused_by_name(tmp_path):
     values = {"data.images": "images", "data.chat": True} | REFUSED
     problems = [*map(str, checks.problems(files.replace(TrainSettings(), values)))]
@@ -136,13 +137,13 @@ def test_what_images_do_not_go_with_is_refused_by_name(tmp_path):
     tiny_run.write_task(tmp_path)
     settings = tiny_run.settings(tmp_path, data__images="images", data__chat=True, model__freeze_vision=True)
     with pytest.raises(files.SettingsError) as caught:
-        read_inputs(settings, mesh=LOCAL)
+        Inputs(settings=settings).need(*TRAIN)
     assert "data.images = 'images': a model of type 'qwen2' takes no images" in str(caught.value)
     with pytest.raises(files.SettingsError, match="freeze_vision = True: a model of type 'qwen2' takes no images"):
-        read_inputs(tiny_run.settings(tmp_path, model__freeze_vision=True), mesh=LOCAL)
+        Inputs(settings=tiny_run.settings(tmp_path, model__freeze_vision=True)).need(*TRAIN)
     (tmp_path / "sees").mkdir()
     write_task(tmp_path / "sees", "idefics3")
     values = {"rollout__engine": "vllm", "rollout__vllm__host": "process", "rollout__vllm__tensor_parallel": 2}
     settings = tiny_run.settings(tmp_path / "sees", data__images="images", data__chat=True, **values)
     with pytest.raises(files.SettingsError, match=r"tensor_parallel = 2: not with .* images \('idefics3'\)"):
-        read_inputs(settings, mesh=LOCAL)
+        Inputs(settings=settings).need(*TRAIN)

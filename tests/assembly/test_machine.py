@@ -3,54 +3,37 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import attrs
 import pytest
 import torch
 
+from fppo import models
 from fppo.assembly import machine
-from fppo.settings import files, resolve
+from fppo.settings import files
 from fppo.settings.resolve import CPU, Machine
 from fppo_kernels import table as tables
 from tests import tiny_run
+from tests.models.families import CONFIGS
 
 ON_CPU, ON_GPU = torch.device("cpu"), torch.device("cuda")
 
 
-def kernel(*lacks: str, why: str | None = None) -> Any:
-    return SimpleNamespace(lacks=frozenset(lacks), refuse=lambda: why)
-
-
 @pytest.mark.parametrize("capability", [None, (9, 0)])
-def test_kernels_are_refused_for_what_any_model_needs_and_where_one_has_no_place(monkeypatch, capability):
-    inside = {op: {"eager": kernel(), "triton": kernel(), "cpp": kernel()} for op in resolve.LAYERS}
-    known = {
-        "attention": {"plain": kernel(), "one": kernel("softcap"), "both": kernel("sinks", "softcap", "window")},
-        "decode_attention": {"gone": kernel("softcap", why="is not installed"), "fast": kernel("window")},
-        "log_probs": {"cpp": kernel(why="needs a compiler")},
-        **inside,
-    }
-    monkeypatch.setattr(machine.tables, "BUILTIN", known)
-    needs = {"first": {"softcap"}, "second": {"sinks"}}
-    monkeypatch.setattr(machine.models, "attention_needs", lambda model: frozenset(needs[model.name]))
-    monkeypatch.setattr(
-        machine.models, "has_place", lambda text, op: (text, op) not in {("second", "rotary"), ("first", "glu")}
-    )
-    built: Any = [SimpleNamespace(name=x, skeleton=x, text_of=lambda skeleton: skeleton) for x in needs]
-    refusals = {
-        "attention/one": "has no softcap",
-        "attention/both": "has no sinks and no softcap",
-        "decode_attention/gone": "is not installed",
-        "log_probs/cpp": "needs a compiler",
-        **{f"{op}/{name}": "has no place in some model" for op in ("rotary", "glu") for name in ("triton", "cpp")},
-    }
+@pytest.mark.parametrize("names", [(), ("llama",), ("gpt_oss",), ("gemma2", "llama"), ("gemma2", "gpt_oss"), ("gpt2",)])
+def test_kernels_are_refused_for_what_any_model_needs_and_where_one_has_no_place(capability, names):
+    built = [models.build(CONFIGS[name]) for name in names]
+    needs = set().union(*(models.attention_needs(model) for model in built))
     found = machine.machine_of(built, capability)
-    assert found.refusals == refusals
     assert (found.device, found.capability) == (("cuda", (9, 0)) if capability else ("cpu", (0, 0)))
-    assert machine.machine_of([], None).refusals == {
-        name: refusals[name] for name in ("decode_attention/gone", "log_probs/cpp")
-    }
+    for op in ("attention", "decode_attention"):
+        for name, kernel in tables.BUILTIN[op].items():
+            lacking, said = sorted(kernel.lacks & needs), found.refusals.get(f"{op}/{name}")
+            assert said == (kernel.refuse() or (f"has no {' and no '.join(lacking)}" if lacking else None))
+    no_place = {name for name, text in found.refusals.items() if text == "has no place in some model"}
+    assert {"rms_norm/cpp", "rms_norm/triton"} <= no_place or "gpt2" not in names
+    assert {"layer_norm/cpp", "layer_norm/triton"} <= no_place or not {*names} - {"gpt2"}
+    assert "rms_norm/cpp" not in no_place or "gpt2" in names
 
 
 @pytest.fixture
@@ -111,39 +94,3 @@ def test_a_wide_policy_multiplies_by_onednn_where_that_is_fast(asked, monkeypatc
     expected = attrs.evolve(made, compiles=True) if cpp else CPU
     assert found(**{"model.cpp": cpp}) == attrs.evolve(expected, onednn=amd and width >= 256)
     assert list(paths[0]) == ["model.path"]
-
-
-def test_a_gpu_is_asked_for_what_it_can(asked):
-    made, found = asked
-    assert found(ON_GPU) == attrs.evolve(made, capability=(9, 0))
-    assert found(torch.device("cuda", 3), work=1e14) == attrs.evolve(made, capability=(9, 3))
-
-
-def test_a_long_run_is_one_of_the_policy_that_is_there(asked, tmp_path):
-    _, found = asked
-    assert found(work=1e14, **{"model.path": str(tmp_path / "nowhere")}) == CPU
-
-
-NONE = {"algorithm.advantage.name": "grpo", "actor.kl_coef": 0.0, "algorithm.kl.coef": 0.0}
-USES = {
-    "model.ref_path": {"actor.kl_coef": 0.1},
-    "model.critic_path": {"algorithm.advantage.name": "gae"},
-    "model.teacher_path": {"algorithm.advantage.name": "distill"},
-    "reward.model.path": {"reward.model.path": "elsewhere"},
-}
-
-
-@pytest.mark.parametrize("device", [ON_CPU, ON_GPU])
-@pytest.mark.parametrize("used", [*USES, None])
-def test_models_that_a_run_does_not_use_decide_nothing(asked, monkeypatch, used, device):
-    _, found = asked
-    paths = []
-
-    def built(section, own):
-        paths.extend(name for name, path in own.items() if path)
-        return iter(())
-
-    monkeypatch.setattr(machine, "_built", built)
-    given = dict.fromkeys(("model.ref_path", "model.critic_path", "model.teacher_path"), "elsewhere")
-    found(device, **{"model.cpp": True, **given, **NONE, **USES.get(used, {})})
-    assert paths == ["model.path", *([used] if used else [])]

@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import attrs
 import pytest
 import torch
 
 from fppo import models, tree
-from fppo.assembly import adapters, engines, learning, machine, parts, rewards, supervised
+from fppo.assembly import adapters, engines, learning, machine, parts, supervised
+from fppo.assembly.rows import DemonstrationSet, check_ids
 from fppo.data.privileged import TRUTH_SIGNS
-from fppo.fleet import HERE, LOCAL_GROUP
 from fppo.key import Key
 from fppo.models import flops
-from fppo.models.adapted import Lora
 from fppo.quickstart import small_model
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.settings.learning import ActorSettings, CriticSettings, ValueHeadSettings
 from fppo.settings.model import LoraSettings, ModelSettings
 from fppo.settings.placement import MeshSettings, PlacementSettings, RoleSettings
-from fppo.settings.reward import RewardModelSettings
 from fppo.settings.rollout import RolloutSettings, VllmSettings
-from fppo.settings.sft import SftSettings
-from fppo.settings.train import DataSettings, EvalSettings
+from fppo.settings.train import DataSettings
 from fppo.steps.confidence import init_confidence
 from fppo.steps.hidden import init_hidden
-from fppo.steps.micro_batching import MicroBatching
 from fppo_kernels import table as tables
 from fppo_kernels.collectives import Axis
 from tests import tiny_run
 
 LORA = LoraSettings(rank=3, alpha=6.0, scaling="rslora", targets=("q_proj", "v_proj"))
-
-
-def test_an_adapter_is_what_its_section_says_and_the_critics_may_have_a_rank_of_its_own():
-    spec = Lora(3, 6.0, ("q_proj", "v_proj"), "rslora")
-    assert adapters.lora_of(LORA) == adapters._critic_spec(LORA) == spec
-    assert adapters._critic_spec(attrs.evolve(LORA, critic_rank=2)) == attrs.evolve(spec, rank=2)
-    assert adapters.words(spec) == "rank 3, alpha 6, rslora scaling, of q_proj, v_proj"
 
 
 @pytest.mark.parametrize(("privileged", "signs"), [(0, 0), (5, TRUTH_SIGNS)])
@@ -147,31 +134,6 @@ def test_a_base_is_as_wide_as_the_passes_over_it(policy, critic, changes, expect
     assert parts.base_dtype(section, CriticSettings(compute_dtype=critic)) == expected
 
 
-@pytest.mark.parametrize(
-    ("changes", "held_out", "longest"),
-    [
-        ({}, True, 9 + 4),
-        ({"eval": 7}, True, 9 + 7),
-        ({"eval": 7}, False, 9 + 4),
-        ({"eval": 3}, True, 9 + 4),
-        ({"privileged": 2}, True, 2 + 9 + 4),
-    ],
-)
-def test_rows_may_be_as_long_as_the_model_lets_them_and_no_longer(monkeypatch, changes, held_out, longest):
-    rows = DataSettings(max_prompt_tokens=9, eval_path=("x",) if held_out else ())
-    config = small_model(15, width=16, layers=1).config
-    sections = rows, RolloutSettings(max_tokens=4), EvalSettings(max_tokens=changes.get("eval"))
-
-    def check(limit):
-        monkeypatch.setattr(parts.models, "longest_row", lambda config: limit)
-        parts.check_length(config, *sections, changes.get("privileged", 0))
-
-    for limit in (None, longest, longest + 1):
-        check(limit)
-    with pytest.raises(ValueError, match=f"allow rows of {longest} tokens"):
-        check(longest - 1)
-
-
 def test_a_mesh_has_no_more_stages_than_the_model_has_layers():
     config = small_model(15, width=16, layers=4).config
     parts.check_mesh(config, "", Mesh({"pipeline": Axis(4)}))
@@ -231,74 +193,6 @@ def test_the_work_of_a_run_is_a_rollout_and_three_passes_for_each_update():
         assert found == pytest.approx(7 * 8 * forward * (1 + 3 * epochs))
 
 
-COMMON = MicroBatching(size=9)
-
-
-@pytest.mark.parametrize(
-    ("section", "expected"),
-    [
-        ({}, COMMON),
-        ({"micro_batch_size": 2}, MicroBatching(size=2)),
-        ({"token_budget": 55}, MicroBatching(token_budget=55)),
-    ],
-)
-def test_a_reward_model_has_passes_of_its_own_or_the_common_ones(section, expected):
-    assert rewards._micro_batching(RewardModelSettings(**section), COMMON) == expected
-
-
-@pytest.mark.parametrize(
-    ("own", "common", "expected"), [(None, True, True), (None, False, False), (True, False, True), (False, True, False)]
-)
-def test_a_reward_model_reads_chats_as_it_says_or_as_the_data_does(own, common, expected):
-    assert rewards._reads_chat(RewardModelSettings(chat=own), DataSettings(chat=common)) is expected
-
-
-def test_a_reward_model_on_a_group_has_its_weight_and_its_place_there():
-    calls = []
-
-    def call(fn, *args, label, stays=(), **kwargs):
-        calls.append((fn, args, label))
-        return "made there" if stays else torch.tensor([1.0, 2.0])
-
-    section, make = RewardModelSettings(path="r", weight=0.3), SimpleNamespace()
-    group = SimpleNamespace(call=call)
-    found = rewards._reward_model(make, "here", group, section, ["a", "b"])  # pyright: ignore[reportArgumentType]
-    ((name, (reward, weight)),) = found.items()
-    assert (name, weight) == ("reward_model", 0.3)
-    assert calls == [(rewards._make_reward_model, (HERE, ["a", "b"], make), "make reward model")]
-    assert reward is not None
-    own = rewards._reward_model(lambda here: {here: (None, 1.0)}, "here", LOCAL_GROUP, section, [])  # pyright: ignore
-    assert own == {"here": (None, 1.0)}
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 9])
-def test_held_out_demonstrations_stand_beside_their_own_sources(monkeypatch, size):
-    class Rows:
-        sources = tuple("abcde")
-
-        def __len__(self):
-            return 5
-
-    monkeypatch.setattr(supervised, "collated", lambda rows, indices, device: [*indices])
-    batches = [*supervised._batches(Rows(), size, torch.device("cpu"))]  # pyright: ignore[reportArgumentType]
-    assert [i for indices, _ in batches for i in indices] == [*range(5)]
-    assert [["abcde"[i] for i in indices] for indices, _ in batches] == [sources for _, sources in batches]
-    assert max(len(indices) for indices, _ in batches) == min(size, 5)
-
-
-@pytest.mark.parametrize(
-    ("epochs", "rows", "size", "steps"), [(None, 10, 4, 7), (1, 8, 4, 2), (3, 10, 4, 8), (1, 1, 4, 1)]
-)
-def test_a_supervised_run_has_the_steps_of_so_many_passes(epochs, rows, size, steps):
-    section = SftSettings(epochs=epochs, batch_size=size)
-    assert supervised._steps(section, 7, rows) == steps
-    warm = attrs.evolve(section, optimizer=attrs.evolve(section.optimizer, warmup_steps=steps))
-    with pytest.raises(ValueError, match=f"warmup_steps = {steps}: must be less than the run's {steps} updates"):
-        supervised._steps(warm, 7, rows)
-    nearly = attrs.evolve(section, optimizer=attrs.evolve(section.optimizer, warmup_steps=steps - 1))
-    assert supervised._steps(nearly, 7, rows) == steps
-
-
 def test_tokens_that_a_model_does_not_have_are_named_by_their_rows():
     given = (((1,), (14,)), ((1,), (15, 2)), ((3,), (4,)), ((9, 17, 2), (5,)))
     rows = tuple(
@@ -306,12 +200,11 @@ def test_tokens_that_a_model_does_not_have_are_named_by_their_rows():
         for prompt, said in given
     )
     names = tuple(f"a:{number}" for number in range(1, 5))
-    found = supervised.DemonstrationSet(rows=rows, ids=names, sources=("a",) * 4, pad_token_id=0)
-    supervised._check_ids(found, 18)
-    supervised._check_ids(None, 1)
+    found = DemonstrationSet(rows=rows, ids=names, sources=("a",) * 4, pad_token_id=0)
+    check_ids(found, 18)
     for size, wrong in ((15, {"a:2": 15, "a:4": 17}), (16, {"a:4": 17}), (17, {"a:4": 17})):
         with pytest.raises(ValueError, match="outside the model's vocabulary") as caught:
-            supervised._check_ids(found, size)
+            check_ids(found, size)
         for name, token in wrong.items():
             assert f"{name}: token id {token} is outside the model's vocabulary of {size}" in str(caught.value)
         assert not any(f"{name}:" in str(caught.value) for name in set(names) - wrong.keys())

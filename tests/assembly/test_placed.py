@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fppo import metrics, models, tree
-from fppo.assembly import roles
-from fppo.assembly.inputs import read_inputs
+from fppo.assembly.checks import TRAIN
+from fppo.assembly.inputs import Inputs
 from fppo.assembly.parts import device_of
 from fppo.assembly.pools import RolePlaces, batch_device_of
 from fppo.assembly.run import assemble
@@ -22,7 +22,7 @@ from fppo.pipeline import in_turn
 from fppo.pipeline.train import iterate
 from fppo.quickstart import small_model
 from fppo.rollout import EnginePool
-from fppo.runtime.mesh import LOCAL, Sharding
+from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
 from fppo.settings import files
 from tests import tiny_run
@@ -57,13 +57,17 @@ def steps(assembly, groups, count=3, ahead=0):
     raise AssertionError
 
 
-def placed(settings, ranks, ahead=0, engines=()):
+def placed(settings, ranks, ahead=0, engines=(), together=at_once):
     """Those steps with roles on these ranks, and with these engines."""
     with contextlib.ExitStack() as opened:
         groups = {role: opened.enter_context(Group(role, each)) for role, each in ranks.items()}
         others = [opened.enter_context(Group(f"engine {i}", each)) for i, each in enumerate(engines)]
         places = RolePlaces(groups, others)
-        return steps(opened.enter_context(assemble(settings, places=places)), groups, ahead=ahead)
+        made = opened.enter_context(assemble(settings, places=places))
+        watched = made.program.annotate  # the program's own way to run stages is given to both
+        annotate = attrs.evolve(watched, stage=attrs.evolve(watched.stage, together=together))
+        program = attrs.evolve(made.program, annotate=annotate, together=together)
+        return steps(attrs.evolve(made, program=program), groups, ahead=ahead)
 
 
 @pytest.fixture
@@ -85,7 +89,7 @@ def test_axes_that_do_not_fit_the_model_of_a_pool_are_named_before_it_is_loaded(
         roles = {f"placement__roles__{role}": pool for role, pool in names.items()}
         pools = {pool: {"ranks": math.prod(changes.get(pool, {}).values())} | changes.get(pool, {}) for pool in "acj"}
         with pytest.raises(files.SettingsError) as caught:
-            read_inputs(judged(task, placement__pools=pools, **roles), mesh=LOCAL)
+            Inputs(settings=judged(task, placement__pools=pools, **roles)).need(*TRAIN)
         return list(caught.value.problems)
 
     (sequence,) = problems(c={"sequence": 3})
@@ -113,6 +117,7 @@ def test_batches_are_on_the_host_if_all_models_are_elsewhere(task, monkeypatch):
     assert batch_device_of(["actor", "reward"], gpu, settings.model_roles - {"critic"}) == cpu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "together"),
     [
@@ -126,14 +131,13 @@ def test_batches_are_on_the_host_if_all_models_are_elsewhere(task, monkeypatch):
         pytest.param({"rollout__ahead": 1}, at_once, marks=pytest.mark.slow),
     ],
 )
-def test_roles_on_ranks_of_their_own_are_one_process(task, changes, together, monkeypatch):
-    monkeypatch.setattr(roles, "at_once", together)
+def test_roles_on_ranks_of_their_own_are_one_process(task, changes, together):
     make = tiny_run.settings if "eval__exact_values" in changes else judged
     settings, ahead = make(task, device="cpu", actor__kl_coef=0.1, **changes), changes.get("rollout__ahead", 0)
     with assemble(settings) as assembly:
         expected = steps(assembly, {}, ahead=ahead)
     every = ("actor", "critic", "reference", "reward")
-    found = placed(settings, {role: Threads() for role in every}, ahead)
+    found = placed(settings, {role: Threads() for role in every}, ahead, together=together)
     assert found == expected
 
 

@@ -53,6 +53,7 @@ def loaded(task, name: str, dtype: torch.dtype = torch.float32) -> dict[str, str
     return tree.digest({x: tensor.to(dtype) for x, tensor in models.load(task / name)[1].items()})
 
 
+@pytest.mark.slow
 def test_every_role_begins_with_the_weights_of_its_own_path(task):
     paths = {"model__critic_path": "critic", "model__ref_path": "reference", "model__ref_dtype": "bfloat16"}
     with assemble(settings(task, **paths)) as made:
@@ -71,6 +72,7 @@ def test_every_role_begins_with_the_weights_of_its_own_path(task):
     assert (run.step, run.actor.step, run.critic.step, run.ahead, run.bases) == (0, 0, 0, (), None)
 
 
+@pytest.mark.slow
 def test_heads_adapters_and_draws_follow_from_the_seed(task):
     """One seed gives one state; another one gives another head, and other factors of adapters."""
     made = {}
@@ -93,6 +95,7 @@ def test_heads_adapters_and_draws_follow_from_the_seed(task):
             assert (first[role] != other[role]) is changed
 
 
+@pytest.mark.slow
 def test_the_shapes_of_a_run_are_those_of_its_tensors(task):
     """Whole ones, of everything that a mesh may cut: parameters and moments of actor and critic, and the reference."""
     for changes in ({}, {"model__lora__rank": 2}, {"model__offload": "all"}):
@@ -147,6 +150,7 @@ EVALUATED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", EVALUATED, ids=[str(number) for number in range(len(EVALUATED))])
 def test_an_evaluation_by_itself_is_the_one_of_the_run(task, changes):
     """All that it holds: prompts, sampling, engine, scores and what is measured."""
@@ -160,29 +164,6 @@ def test_an_evaluation_by_itself_is_the_one_of_the_run(task, changes):
         assert (alone.device.type, alone.bases) == ("cpu", None)
 
 
-@pytest.mark.parametrize("build", [assemble, assemble_evaluation])
-def test_settings_are_resolved_for_the_device_that_is_given(task, monkeypatch, build):
-    asked = []
-
-    def refuse(settings, device=None):
-        asked.append((settings, device))
-        raise RuntimeError("seen")
-
-    monkeypatch.setattr("fppo.assembly.run.resolved", refuse)
-    of = settings(task)
-    for device in (torch.device("cpu"), None):
-        with pytest.raises(RuntimeError, match="seen"), build(of, device=device):
-            pass
-        assert asked.pop() == (of, device)
-
-
-def test_the_truth_is_asked_of_the_engine_that_answers_turns(task, monkeypatch):
-    monkeypatch.setattr("fppo.assembly.run._truth", lambda how, advantage, turns, inputs, engine, passes: engine)
-    with assemble(settings(task, rollout__turns__respond="tests.rollout.functions:adder")) as made:
-        evaluate: Any = made.evaluate
-        assert evaluate.truth is evaluate.engine is made.program.rollout.engine
-
-
 def test_an_evaluation_without_prompts_is_refused(task):
     with (
         pytest.raises(ValueError, match=r"data\.eval_path is not set"),
@@ -191,6 +172,7 @@ def test_an_evaluation_without_prompts_is_refused(task):
         pass
 
 
+@pytest.mark.slow
 def test_an_adapters_base_is_named_by_its_files(task):
     with assemble(settings(task, model__lora__rank=2, model__critic_path="critic")) as made:
         bases = made.run.bases

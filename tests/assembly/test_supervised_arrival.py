@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import attrs
 import pytest
 import torch
 
-from fppo.assembly import supervised
 from fppo.assembly.supervised import assemble_supervised, collated
 from fppo.key import Key
 from fppo.settings import files
@@ -99,29 +97,49 @@ def test_settings_of_a_supervised_run_reach_what_they_name_and_nothing_else(demo
     assert differing(imitated(demonstrations), imitated(demonstrations, **changes)) == expected
 
 
+def test_a_ratio_warms_up_over_that_part_of_the_updates_rounded_down(demonstrations):
+    """29 % of 100 updates are 29, whatever the product of the floats is; as many as data and passes over it make."""
+    for how, warmup in (({"sft__epochs": None, "steps": 100}, 29), ({"sft__epochs": 3, "sft__batch_size": 4}, 2)):
+        how |= {"sft__optimizer__schedule": "constant"}
+        given = imitated(demonstrations, **how, sft__optimizer__warmup_steps=warmup)
+        assert imitated(demonstrations, **how, sft__optimizer__warmup_ratio=0.29) == given
+
+
 def test_demonstrations_come_in_their_order_where_they_are_not_shuffled(demonstrations):
     _, made = assemble_supervised(settings_of(demonstrations, data__shuffle=False, sft__batch_size=4))
     cursor, drawn = made.run.cursor, []
     for _ in range(2):
         batch, cursor = made.imitation.draw(cursor)
         drawn.append(batch.tokens)
-    rows = [collated(made.inputs.rows, range(first, first + 4), made.device).tokens for first in (0, 4)]
+    rows = [collated(made.inputs.demonstrations, range(first, first + 4), made.device).tokens for first in (0, 4)]
     for got, expected in zip(drawn, rows, strict=True):
         assert torch.equal(got, expected)
 
 
-def test_held_out_demonstrations_are_those_of_their_own_path_split_and_rows(demonstrations, monkeypatch):
-    found, load = [], supervised.load_demonstrations
+@pytest.mark.parametrize("size", [1, 3, 10, 12])
+def test_held_out_demonstrations_come_once_each_in_order_with_their_sources(demonstrations, size):
+    """As many at a time as the run imitates in a step."""
+    changes = {"data__eval_path": str(demonstrations / "test.jsonl"), "sft__epochs": None, "steps": 1}
+    _, made = assemble_supervised(settings_of(demonstrations, sft__batch_size=size, **changes))
+    assert made.evaluate is not None
+    batches = list(made.evaluate.batches())
+    assert [len(sources) for _, sources in batches] == [min(size, 10 - first) for first in range(0, 10, size)]
+    held_out = made.inputs.held_out_demonstrations
+    assert tuple(source for _, sources in batches for source in sources) == held_out.sources
+    rows = collated(held_out, range(10), made.device)
+    real = [x.tokens[each][x.attention_mask[each]].tolist() for x, names in batches for each in range(len(names))]
+    assert real == [rows.tokens[row][rows.attention_mask[row]].tolist() for row in range(10)]
 
-    def noting(section, *rest):
-        found.append((section.path, section.split, section.rows))
-        return load(attrs.evolve(section, path=str(demonstrations / "train.jsonl")), *rest)
 
-    monkeypatch.setattr(supervised, "load_demonstrations", noting)
-    changes = {"data__split": "a", "data__eval_path": str(demonstrations), "data__eval_split": "b"}
-    assemble_supervised(settings_of(demonstrations, data__path=str(demonstrations), **changes))
-    path = (str(demonstrations),)
-    assert found == [(path, "a", None), (path, "b", None)]
+@pytest.mark.parametrize(("epochs", "size", "steps"), [(1, 4, 3), (1, 5, 2), (3, 10, 3), (1, 12, 1)])
+def test_a_supervised_run_has_the_steps_of_so_many_passes_and_a_warm_up_that_ends_before(
+    demonstrations, epochs, size, steps
+):
+    given = {"sft__epochs": epochs, "sft__batch_size": size}
+    assert assemble_supervised(settings_of(demonstrations, **given))[0].steps == steps
+    assemble_supervised(settings_of(demonstrations, **given, sft__optimizer__warmup_steps=steps - 1))
+    with pytest.raises(ValueError, match=f"warmup_steps = {steps}: must be less than the run's {steps} updates"):
+        assemble_supervised(settings_of(demonstrations, **given, sft__optimizer__warmup_steps=steps))
 
 
 def attention_of_equal_lengths(q, k, v, *, lengths):

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from fppo import metrics, models, tree
-from fppo.assembly.inputs import read_inputs
+from fppo.assembly.checks import TRAIN
+from fppo.assembly.inputs import Inputs
 from fppo.assembly.pools import RolePlaces
 from fppo.assembly.run import assemble
 from fppo.batch import Rollout, narrow
@@ -23,7 +24,7 @@ from fppo.pipeline.step import ppo_step
 from fppo.pipeline.train import iterate
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.runs import jsonl
-from fppo.runtime.mesh import LOCAL, Sharding
+from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
 from fppo.settings import files, places, resolve
 from fppo.settings.plan import PlanSettings
@@ -76,6 +77,7 @@ def numbers(run: Path) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_run_without_rewards_learns_from_its_teacher_stops_and_goes_on_bit_for_bit(task, tmp_path):
     def run(name, steps=4):
         given = {**ALONE, "output_dir": str(tmp_path / name), "steps": steps}
@@ -111,6 +113,7 @@ def test_the_policy_as_its_own_teacher_moves_nothing(task):
     assert "val-core/test/reward/mean@1" in held_out  # of the reward
 
 
+@pytest.mark.slow
 def test_a_teacher_with_prompts_of_its_own_knows_what_the_policy_does_not(task):
     """Its log-probs are those of the same responses behind the other prompts; the same prompts change no bit."""
     found = {}
@@ -148,6 +151,7 @@ def steps_of(made, count=2):
     raise AssertionError
 
 
+@pytest.mark.slow
 def test_a_teacher_on_ranks_of_its_own_is_one_in_this_process(task):
     given = settings(task, {"device": "cpu"})
     with assemble(given) as made:
@@ -177,11 +181,12 @@ def test_a_teacher_on_a_mesh_is_one_on_a_process(task, tmp_path, axis):
 
 def refused(task: Path, teacher: Path) -> str:
     with pytest.raises(files.SettingsError) as caught:
-        read_inputs(settings(task, {"model.teacher_path": str(teacher)}), mesh=LOCAL)
+        Inputs(settings=settings(task, {"model.teacher_path": str(teacher)})).need(*TRAIN)
     (problem,) = caught.value.problems
     return problem
 
 
+@pytest.mark.slow
 def test_a_teacher_that_does_not_read_the_policys_tokens_is_refused_with_both_names(task, tmp_path):
     write(tmp_path / "other", seed=1, characters="01234567+89=", width=16, layers=1)
     said = refused(task, tmp_path / "other")
@@ -192,7 +197,7 @@ def test_a_teacher_that_does_not_read_the_policys_tokens_is_refused_with_both_na
     said = refused(task, tmp_path / "few")
     assert f"its embedding has 14 rows, fewer than the 15 of model.path = '{task / 'start'}'" in said
     write(tmp_path / "padded", seed=1, rows=32, width=16, layers=1)
-    read_inputs(settings(task, {"model.teacher_path": str(tmp_path / "padded")}), mesh=LOCAL)
+    Inputs(settings=settings(task, {"model.teacher_path": str(tmp_path / "padded")})).need(*TRAIN)
     for file in (tmp_path / "padded").glob("tokenizer*"):
         file.unlink()
     said = refused(task, tmp_path / "padded")
@@ -223,6 +228,7 @@ def test_a_teacher_that_is_not_there_is_named_before_anything_is_loaded(task):
     assert str(problem).startswith("model.teacher_path = './nowhere': there is no such file")
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_teachers_memory_and_its_pass(task):
     taught = settings(task, {"model.teacher_dtype": "bfloat16"})
     alone = settings(task, {"algorithm.advantage": "reinforce_plus_plus", "model.teacher_path": None})

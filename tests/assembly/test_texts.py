@@ -10,13 +10,14 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
 from fppo import models
-from fppo.assembly import inputs, texts
+from fppo.assembly import texts
+from fppo.assembly.checks import TRAIN
+from fppo.assembly.inputs import Inputs
 from fppo.assembly.run import assemble
 from fppo.data import stops
 from fppo.key import Key
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.runs import session
-from fppo.runtime.mesh import LOCAL
 from tests import tiny_run
 
 CHAT = (
@@ -40,6 +41,7 @@ def task(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_response_ends_with_the_models_own_ends_and_the_turns(task):
     settings = tiny_run.settings(task, data__chat=True, rollout__stop=["5", "<call>", "1+2"])
     with assemble(settings) as assembly:
@@ -48,12 +50,12 @@ def test_a_response_ends_with_the_models_own_ends_and_the_turns(task):
         ends = words.convert_tokens_to_ids(["<eos>", "<call>", "<end>", "5"])
         assert set(sampling.stop_token_ids) == set(ends)
         assert sampling.stop_texts.texts == (b"5", b"1+2")
-    own = tiny_run.settings(task)
-    plain = texts.load_tokenizer(own.model, own.data)
-    ends = texts.policy_generation(own.model, own.data, plain).eos_token_id
-    assert ends == plain.convert_tokens_to_ids(["<eos>", "<call>"])  # no chat, no turns
+    plain = Inputs(settings=tiny_run.settings(task))
+    ends = plain.tokenizer.convert_tokens_to_ids(["<eos>", "<call>"])  # no chat, no turns
+    assert plain.generation.eos_token_id == ends
 
 
+@pytest.mark.slow
 def test_an_export_keeps_how_the_model_is_sampled_and_what_ends_it(task):
     with assemble(tiny_run.settings(task, data__chat=True)) as assembly:
         session.export(assembly, assembly.run, task / "out")
@@ -63,6 +65,7 @@ def test_an_export_keeps_how_the_model_is_sampled_and_what_ends_it(task):
     assert (kept.temperature, kept.top_p) == (0.7, 0.8)
 
 
+@pytest.mark.slow
 def test_the_chat_template_gets_its_arguments_and_tools(task):
     (task / "tools.json").write_text(json.dumps([{"name": "1"}]))
     (task / "own.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}=")
@@ -88,16 +91,14 @@ def test_a_model_by_its_name_on_the_hub_has_what_its_files_say(task, monkeypatch
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(task / name.partition("/")[2]))
     found = []
     for path in (str(task / "start"), "someone/start"):
-        settings = tiny_run.settings(task, data__chat=True, model__path=path)
-        words = texts.load_tokenizer(settings.model, settings.data)
-        generation = texts.policy_generation(settings.model, settings.data, words)
-        sampling = texts.sampling_of(settings.rollout, words, generation)
-        size = texts.vocabulary_size_of(settings.model)
-        found.append((words.get_vocab(), words.chat_template, generation.to_dict(), sampling, size))
+        inputs = Inputs(settings=tiny_run.settings(task, data__chat=True, model__path=path))
+        words, size = inputs.tokenizer, texts.vocabulary_size_of(inputs.settings.model)
+        found.append((words.get_vocab(), words.chat_template, inputs.generation.to_dict(), inputs.sampling, size))
     assert found[0] == found[1]
     assert found[0][2]["top_p"] == 0.8
 
 
+@pytest.mark.slow
 def test_a_tokenizer_from_elsewhere_and_a_config_that_differs(task):
     other = AutoTokenizer.from_pretrained(task / "start")
     other.save_pretrained(task / "words")
@@ -118,10 +119,11 @@ def test_a_tokenizer_from_elsewhere_and_a_config_that_differs(task):
 
 def test_an_evaluation_has_its_own_sampling(task):
     words = AutoTokenizer.from_pretrained(task / "start")
-    own = {"temperature": 0.5, "top_p": 0.4, "top_k": 0, "max_tokens": 9, "stop": ["9"], "n": 2}
-    settings = tiny_run.settings(task, rollout__stop=["5"], rollout__top_k=3, eval=own)
+    own = {"temperature": 0.5, "top_p": 0.4, "top_k": 0, "min_p": 0.0, "max_tokens": 9, "stop": ["9"], "n": 2}
+    settings = tiny_run.settings(task, rollout__stop=["5"], rollout__top_k=3, rollout__min_p=0.2, eval=own)
     asked = texts.eval_sampling_of(settings.eval, settings.rollout, words, GenerationConfig(eos_token_id=1))
     assert (asked.temperature, asked.top_p, asked.top_k, asked.max_tokens, asked.n) == (0.5, 0.4, 0, 9, 2)
+    assert asked.min_p == 0.0
     assert asked.stop_texts.texts == (b"9",)
     assert not asked.greedy
     common = tiny_run.settings(task, rollout__stop=["5"])
@@ -131,9 +133,12 @@ def test_an_evaluation_has_its_own_sampling(task):
 
 def test_an_evaluation_samples_as_training_but_for_what_it_says(task):
     words, generation = AutoTokenizer.from_pretrained(task / "start"), GenerationConfig(eos_token_id=1)
-    trained = {"temperature": 0.9, "top_k": 4, "top_p": 0.8, "n": 2, "max_tokens": 6, "stop": ["5"]}
+    trained = {"temperature": 0.9, "top_k": 4, "top_p": 0.8, "min_p": 0.1, "n": 2, "max_tokens": 6, "stop": ["5"]}
     settings = tiny_run.settings(task, rollout=trained)
-    changes = ({}, {"top_k": 2, "max_tokens": 5}, {"top_p": 0.5, "stop": ["7"]}, {"top_k": 0, "stop": ["7", "8"]})
+    changes = (
+        *({}, {"top_k": 2, "max_tokens": 5}, {"top_p": 0.5, "stop": ["7"]}, {"top_k": 0, "stop": ["7", "8"]}),
+        *({"min_p": 0.0}, {"min_p": 0.3, "max_tokens": 5}),
+    )
     for temperature, n, own in itertools.product((0.0, 0.7, 1.0), (1, 3), changes):
         held_out = attrs.evolve(settings.eval, temperature=temperature, n=n, **own)
         found = texts.eval_sampling_of(held_out, settings.rollout, words, generation)
@@ -174,6 +179,7 @@ def beyond(prompts, epoch, key):
     return [len(prompts)]
 
 
+@pytest.mark.slow
 def test_rows_and_an_order_of_ones_own(task):
     own = {"data__path": [], "data__rows": f"{__name__}:rows", "data__sampler": f"{__name__}:descending"}
     sizes = {f"{name}__mini_batch_size": 3 for name in ("actor", "critic")} | {"rollout__batch_size": 3}
@@ -195,11 +201,11 @@ def test_a_token_that_the_model_lacks_and_no_prompt_uses(tmp_path):
     tokenizer.add_tokens(["<image>"], special_tokens=True)
     tokenizer.save_pretrained(tmp_path / "start")
     assert max(tokenizer.get_vocab().values()) == texts.vocabulary_size_of(settings.model)
-    assert len(inputs.read_inputs(settings, mesh=LOCAL).prompts) == 24
+    assert len(Inputs(settings=settings).need(*TRAIN).prompts) == 24
     with (tmp_path / "test.jsonl").open("a") as file:
         file.write('{"prompt": "1+<image>", "answer": "1"}\n')
     with pytest.raises(ValueError, match=r"test\.jsonl:25: token id 15 is outside the model's vocabulary of 15"):
-        inputs.read_inputs(settings, mesh=LOCAL)
+        Inputs(settings=settings).need(*TRAIN)
 
 
 @pytest.mark.parametrize(
@@ -209,11 +215,10 @@ def test_a_token_that_the_model_lacks_and_no_prompt_uses(tmp_path):
 def test_what_ends_a_response_is_the_models_own_and_the_tokenizers_and_the_turns(task, own, chat, expected):
     """Each once, in this order."""
     (task / "start" / "generation_config.json").write_text(json.dumps({"eos_token_id": own}))
-    settings = tiny_run.settings(task, data__chat=chat)
-    words = texts.load_tokenizer(settings.model, settings.data)
-    found = texts.policy_generation(settings.model, settings.data, words).eos_token_id
+    inputs = Inputs(settings=tiny_run.settings(task, data__chat=chat))
+    words = inputs.tokenizer
     ids = [words.convert_tokens_to_ids(x) if isinstance(x, str) else x for x in expected] if own else expected
-    assert found == ids
+    assert inputs.generation.eos_token_id == ids
 
 
 def test_stop_tokens_of_the_settings_are_added_by_their_ids(task):

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from transformers import Qwen3VLConfig
+from transformers import AutoProcessor, Qwen3VLConfig
 
 import fppo
 from fppo import models
-from fppo.assembly.inputs import read_inputs
+from fppo.assembly.checks import TRAIN
+from fppo.assembly.inputs import Inputs
 from fppo.commands import cli
 from fppo.key import Key
-from fppo.runtime.mesh import LOCAL
 from fppo.settings import checks, files
 from fppo.settings.train import TrainSettings
 from tests import tiny_run
@@ -55,7 +55,7 @@ def write_task(directory: Path) -> None:
 def test_a_run_trains_on_videos_from_the_console(tmp_path, monkeypatch):
     write_task(tmp_path)
     own = video_processor("qwen3_vl")
-    monkeypatch.setattr("fppo.assembly.texts.AutoProcessor.from_pretrained", lambda *_, **__: own)
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda *_, **__: own)
     monkeypatch.setattr(type(own), "save_pretrained", lambda self, to, **_: self.tokenizer.save_pretrained(to))
     cli.main(arguments(tmp_path, "--data.videos=videos", "--data.video-fps=2", "--steps=1", "--rollout.save"))
     run = tmp_path / "run"
@@ -85,9 +85,9 @@ def test_settings_of_videos_that_do_not_fit_are_refused_by_name(tmp_path, monkey
     write_images(tmp_path, "idefics3")
     settings = tiny_run.settings(tmp_path, data__videos="videos", data__chat=True)
     with pytest.raises(files.SettingsError, match="= 'videos': Idefics3Processor reads no videos"):
-        read_inputs(settings, mesh=LOCAL)
+        Inputs(settings=settings).need(*TRAIN)
     own = processor("idefics3")
     own.video_processor = video_processor("qwen3_vl").video_processor
-    monkeypatch.setattr("fppo.assembly.texts.AutoProcessor.from_pretrained", lambda *_, **__: own)
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda *_, **__: own)
     with pytest.raises(files.SettingsError, match="fppo does not run a model of type 'idefics3' with videos"):
-        read_inputs(settings, mesh=LOCAL)
+        Inputs(settings=settings).need(*TRAIN)

@@ -21,7 +21,8 @@ from fppo_kernels.table import Kernels
 
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, Path)
 OPAQUE = (Mesh, torch.Tensor, PreTrainedTokenizerBase)  # which have tests of their own
-WITHIN = ("RewardRunner", "EarlyRewardRunner", "LanguageJudge", "ToolRunner", "EnvironmentRunner")
+WITHIN = ("RewardRunner", "EarlyRewardRunner", "LanguageJudge", "FunctionRunner")
+WITHIN += ("AgentEngine", "AgentRunner")
 AROUND = ("stage", "()", "score", "engine", "runner", "write_")  # what only wraps, or is wrapped: no part of a path
 PASSED = ("pieces", "make_on_finished", "numbers")  # of tokens, of the runner that rewards have, of all prompts
 

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
-from types import SimpleNamespace
 
-import attrs
 import pytest
 
-from fppo.commands import ablate, actions, cli
-from fppo.pipeline import replay
-from fppo.pipeline.swap import StageDifference
-from fppo.settings.ablate import AblateSettings
+from fppo.commands import actions, cli
 from fppo_kernels.log_probs.reference import reference
-from fppo_kernels.table import BUILTIN, Implementation, Kernels
 from tests import tiny_run
 
 SMALL = ["--shapes", "N=9,H=8,V=33", "--repeats", "1", "--law-seconds", "0", "--dtypes", "float32"]
@@ -42,7 +34,15 @@ def test_a_table_a_file_and_a_chart(tmp_path, capsys):
     assert (tmp_path / "out" / "a.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(("kernel", "status"), [("drops_entropy_gradient", 1), ("my_reference", 0), ("breaks", 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "status"),
+    [
+        pytest.param("drops_entropy_gradient", 1, marks=pytest.mark.slow),
+        pytest.param("my_reference", 0, marks=pytest.mark.slow),
+        ("breaks", 1),
+    ],
+)
 def test_a_kernel_that_breaks_a_law_or_raises_ends_the_command_with_1(capsys, kernel, status):
     given = [*SMALL[:4], "--law-seconds", "600", "--dtypes", "float32", "--implementations", "reference"]
     place = "tests.studies.ablate.test_ablation" if kernel == "drops_entropy_gradient" else __name__
@@ -58,6 +58,28 @@ def breaks(*args, **keywords):
     raise RuntimeError("it breaks")
 
 
+def stops(*args, **keywords):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_an_interrupted_table_has_what_was_measured_before(tmp_path, capsys):
+    given = [
+        *SMALL,
+        "--implementations",
+        "reference",
+        "--with",
+        f"{__name__}:stops",
+        "--json",
+        str(tmp_path / "a.json"),
+    ]
+    assert cli.main(["ablate", *given]) == 130
+    assert "reference" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert rows[0]["implementation"] == "reference"
+
+
+@pytest.mark.slow
 def test_a_models_sizes_are_taken(tmp_path, capsys):
     config = {"hidden_size": 8, "vocab_size": 21, "num_attention_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -71,6 +93,7 @@ def test_a_models_sizes_are_taken(tmp_path, capsys):
     assert "R=2 L=4 heads=2 kv_heads=1 head_dim=4" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_replayed_step_is_bit_equal_under_the_same_kernel_and_parts_under_another(run, tmp_path, capsys):
     given = ["--replay", str(run), "--step", "3", "--json", str(tmp_path / "r.json")]
     names = ["--implementations", "reference", "chunked", "scan", "loop"]
@@ -94,11 +117,26 @@ def test_a_replayed_step_is_bit_equal_under_the_same_kernel_and_parts_under_anot
     assert all(stage["leaf"] is None for stage in found["reference"]["stages"])
 
 
+def chunked(*args, **keywords):
+    """A kernel that is called as one of the table."""
+    return my_reference(*args, **keywords)
+
+
+@pytest.mark.slow
+def test_an_own_kernel_called_as_one_of_the_table_has_its_whole_name(tmp_path):
+    own = [f"{__name__}:my_reference", f"log_probs={__name__}:chunked"]
+    given = [*SMALL, "--implementations", "reference", "--with", *own, "--json", str(tmp_path / "a.json")]
+    assert cli.main(["ablate", *given]) == 0
+    names = [row["implementation"] for row in json.loads((tmp_path / "a.json").read_text())["rows"]]
+    assert names == ["reference", "my_reference", f"{__name__}:chunked"]
+
+
 def strict(path):
     """A file of JSON without what only Python takes for numbers."""
     return json.loads(path.read_text(), parse_constant=pytest.fail)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_breaks_is_told_from_one_that_rounds(run, tmp_path):
     """Log-probs that are 1 off part in the rollout, by 1, and the gradients by far more than rounding; those that are
     no numbers are infinitely far, in words."""
@@ -114,6 +152,7 @@ def test_a_kernel_that_breaks_is_told_from_one_that_rounds(run, tmp_path):
     assert (lost["stage"], lost["max_abs"], lost["relative"]) == (first["stage"], "inf", "inf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "sampled"),
     [
@@ -198,225 +237,3 @@ def test_an_unknown_flag_suggests_the_nearest(capsys):
     with pytest.raises(SystemExit):
         cli.main(["ablate", "--implementation", "chunked"])
     assert "--implementations" in capsys.readouterr().err
-
-
-@pytest.fixture
-def computed(monkeypatch):
-    """The calls that recompute a step: every assembly, every run of steps, every trace, and what was compared."""
-    calls, recorded = [], {7: {"kind": "sums", "batch": 1}, 9: {"batch": 2}}
-
-    @contextlib.contextmanager
-    def assemble(settings, *, kernels=None):
-        name = f"{settings.seed} {settings.rollout.save} {kernels}"
-        calls.append(("assemble", name))
-        yield SimpleNamespace(program=f"program {name}", draw=f"draw {name}")
-
-    def iterate(run, **how):
-        calls.append(("iterate", run.step, how))
-        yield from ((SimpleNamespace(step=step), None, None) for step in range(run.step + 1, 20))
-
-    def trace(run, **how):
-        calls.append(("trace", run.step, how))
-        return SimpleNamespace(after=f"after {run.step + 1}", experience="rows")
-
-    def differs(step, old, new):
-        calls.append(("difference", step, old, new))
-        return replay.Difference(step, (replay.DifferingLeaf("batch", "tokens"),)) if "kind" in old else None
-
-    monkeypatch.setattr(ablate, "assemble", assemble)
-    monkeypatch.setattr(ablate, "iterate", iterate)
-    monkeypatch.setattr(ablate.swap, "watch", lambda kernels: SimpleNamespace(kernels=f"watched {kernels}"))
-    monkeypatch.setattr(ablate.swap, "trace", trace)
-    monkeypatch.setattr(ablate.replay, "kind_recorded", lambda line: line.get("kind", "blake2b"))
-    monkeypatch.setattr(ablate.replay, "digests_of", lambda after, rows, *, kind: {"of": (after, rows, kind)})
-    monkeypatch.setattr(ablate.replay, "sizes_of", lambda after, rows: (after, rows))
-    monkeypatch.setattr(ablate.replay, "first_difference", differs)
-    return calls, recorded
-
-
-@pytest.mark.parametrize(("step", "begin"), [(7, 6), (7, 3), (9, 3)])
-def test_a_step_begins_from_the_steps_before_it_as_their_own_starts_made_them(
-    computed, tmp_path, monkeypatch, step, begin
-):
-    """Under the run's own kernels, each with as many batches ahead as its start had."""
-    calls, recorded = computed
-    last = tiny_run.settings(tmp_path, seed=9, rollout__ahead=2)
-    starts = [(tiny_run.settings(tmp_path, seed=1, rollout__ahead=1, rollout__save=True), 5), (last, step - 1)]
-    monkeypatch.setattr(ablate, "beginning", lambda directory, at: {(tmp_path, step): begin}[directory, at])
-    monkeypatch.setattr(ablate, "restored", lambda assembly, directory, at: SimpleNamespace(step=at))
-    monkeypatch.setattr(
-        ablate.starts, "spans", lambda directory, first, until: {(begin + 1, step - 1): starts}[first, until]
-    )
-    stood = []
-    reference, text = ablate._reference(last, "own", tmp_path, step, recorded, stood.append)
-    assert stood == [*([] if begin == step - 1 else [5, step - 1]), step]
-    earlier = []
-    for name, at, ahead in (("1 False None", begin, 1), ("9 False None", 5, 2)):
-        how = {"program": f"program {name}", "draw": f"draw {name}", "ahead": ahead, "donate": True}
-        earlier += [("assemble", name), ("iterate", at, how)]
-    watched = SimpleNamespace(kernels="watched own")
-    name = "9 False watched own"
-    how = {"program": f"program {name}", "draw": f"draw {name}", "watched": watched, "ahead": 2}
-    expected = [] if begin == step - 1 else earlier
-    kind, after = recorded[step].get("kind", "blake2b"), f"after {step}"
-    both = {"of": (after, "rows", kind), "sizes": (after, "rows")}
-    assert calls == [
-        *expected,
-        ("assemble", name),
-        ("trace", step - 1, how),
-        ("difference", step, recorded[step], both),
-    ]
-    assert (reference.settings, reference.kernels, reference.run.step) == (last, "own", step - 1)
-    assert reference.trace.after == f"after {step}"
-    assert ("not as recorded, batch differs first in tokens; " in text) is (step == 7)
-    assert ("as recorded, bit for bit" in text) is (step == 9)
-
-
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_each_kernel_of_each_operation_is_compared_until_an_interrupt(tmp_path, monkeypatch, capsys, interrupted):
-    """Earlier comparisons are in the file; the run's own kernel is marked."""
-    table = {"gae": dict.fromkeys(("scan", "loop")), "pad": {"reference": None}}
-    compared = []
-
-    def compare(reference, op, implementation):
-        if interrupted and op == "pad":
-            raise KeyboardInterrupt
-        compared.append((reference, op))
-        return {"stages": []} if len(compared) != 2 else {"reason": f"it raised {math.inf}", "stages": [math.inf]}
-
-    tools = SimpleNamespace(kernels="kernels")
-    monkeypatch.setattr(ablate, "settings_of", lambda directory, step: SimpleNamespace(module_dirs=f"of {step}"))
-    monkeypatch.setattr(ablate.session, "recorded", lambda directory: {4: "four"})
-    monkeypatch.setattr(ablate, "kernels_named", lambda settings: settings.module_dirs)
-    monkeypatch.setattr(ablate, "make_tools", lambda here, names, places: tools if names == places == "of 4" else None)
-    monkeypatch.setattr(ablate, "kernel_table", lambda names: f"table {names}")
-    monkeypatch.setattr(ablate, "_with_own", lambda asked, ops, own: {"table of 4": table}[own])
-    reference = SimpleNamespace(kernels="own")
-    monkeypatch.setattr(ablate, "_reference", lambda *given: (reference, f"as {given[1:4]}"))
-    monkeypatch.setattr(ablate.operations, "default_of", lambda op, own, kernels: {"gae": "loop"}.get(op))
-    monkeypatch.setattr(ablate, "_chosen", lambda asked, op, own: list(own[op]))
-    monkeypatch.setattr(ablate, "_compared", compare)
-    file = tmp_path / "out" / "x.json"
-    asked = AblateSettings(op=("gae", "pad"), replay=str(tmp_path), step=4, json=str(file))
-    assert ablate.ablate(asked) == (130 if interrupted else 1)  # one kernel raised
-    assert compared == [(reference, "gae")] * 2 + ([] if interrupted else [(reference, "pad")])
-    own = f"as {('kernels', tmp_path, 4)}"
-    choices = [
-        {"op": "gae", "implementation": "scan", "own": False, "reason": None, "stages": []},
-        {"op": "gae", "implementation": "loop", "own": True, "reason": "it raised inf", "stages": ["inf"]},
-        {"op": "pad", "implementation": "reference", "own": False, "reason": None, "stages": []},
-    ]
-    shown = choices[:2] if interrupted else choices
-    expected = {"run": str(tmp_path), "step": 4, "own": own, "choices": shown, "interrupted": interrupted}
-    assert json.loads(file.read_text()) == expected
-    said = capsys.readouterr().out
-    for line in (
-        f"step 4 of {tmp_path}: recomputing",
-        own,
-        "gae = scan: bit-equal",
-        "loop (the run has it): it raised",
-    ):
-        assert line in said
-    assert ("interrupted: what is above was computed before" in said) is interrupted
-
-
-@pytest.mark.parametrize(("known", "words"), [((4, 7), "the recorded steps are 4 to 7"), ((), "no step is recorded")])
-def test_a_step_without_a_record_is_told_from_those_with_one(tmp_path, monkeypatch, known, words):
-    monkeypatch.setattr(ablate, "settings_of", lambda directory, step: None)
-    monkeypatch.setattr(ablate.session, "recorded", lambda directory: dict.fromkeys(known))
-    with pytest.raises(ablate.UsageError, match=f"has no record of step 9; {words}"):
-        ablate._replay(tmp_path, 9, AblateSettings(), ["gae"])
-
-
-def chunked(*args, **keywords):
-    """A kernel that is called as one of the table."""
-    return doubled(*args, **keywords)
-
-
-def test_an_own_kernel_called_as_one_of_the_table_has_its_whole_name():
-    place = "tests.commands.test_ablate:"
-    for name, shown in (("doubled", "doubled"), ("chunked", f"{place}chunked")):
-        for own in (f"{place}{name}", f"log_probs={place}{name}"):
-            found = ablate._with_own(AblateSettings(with_=(own,)), ["log_probs"], BUILTIN)
-            assert list(found["log_probs"]) == [*BUILTIN["log_probs"], shown]
-            assert found["log_probs"][shown].load() is globals()[name]
-            chosen = ablate._chosen(AblateSettings(implementations=("reference",)), "log_probs", found)
-            assert chosen == ["reference", shown]
-
-
-@pytest.mark.parametrize("rows", [(), (SimpleNamespace(status="ok"),)])
-def test_a_chart_is_saved_where_there_is_something_to_draw(tmp_path, monkeypatch, rows):
-    """Beside other files, or in a directory of its own."""
-    from fppo.studies.ablate import chart
-
-    saved = []
-    made = SimpleNamespace(rows=rows, interrupted=False, to_json=lambda: "{}")
-    monkeypatch.setattr(ablate, "run_all", lambda ops, **_: made)
-    monkeypatch.setattr(ablate.text, "table", lambda made, width: "table")
-    monkeypatch.setattr(chart, "save", lambda made, path: saved.append((made, path, path.parent.is_dir())))
-    for place in (tmp_path, tmp_path / "new" / "place"):
-        assert ablate.ablate(AblateSettings(op=("gae",), device="cpu", png=str(place / "x.png"))) == 0
-    places = [tmp_path / "x.png", tmp_path / "new" / "place" / "x.png"]
-    assert saved == ([(made, place, True) for place in places] if rows else [])
-
-
-@pytest.mark.parametrize("error", [None, ValueError("no\nmore"), KeyError()])
-def test_a_kernel_is_compared_in_a_step_of_its_own_against_the_runs_own(tmp_path, monkeypatch, error):
-    """Every other operation is as the run has it."""
-    calls, own = [], Kernels.named()
-    settings = tiny_run.settings(tmp_path)
-    reference = ablate._Reference(settings=settings, kernels=own, run="run", trace="trace")
-
-    @contextlib.contextmanager
-    def assemble(given, *, kernels):
-        calls.append((given, kernels))
-        yield SimpleNamespace(program="program", draw="draw")
-
-    def trace(run, **how):
-        calls.append((run, how))
-        if error is not None:
-            raise error
-        return "step"
-
-    watched = []
-    monkeypatch.setattr(
-        ablate.swap, "watch", lambda kernels: watched.append(kernels) or SimpleNamespace(kernels="watched")
-    )
-    monkeypatch.setattr(ablate, "assemble", assemble)
-    monkeypatch.setattr(ablate.swap, "trace", trace)
-    part = StageDifference(stage="values", leaf="x", leaves=3, differing=1, max_abs=0.5, relative=0.25)
-    monkeypatch.setattr(ablate.swap, "stage_differences", lambda *given: {("trace", "step"): [part]}[given])
-    found = ablate._compared(reference, "log_probs", Implementation(doubled))
-    (kernels,) = watched
-    assert kernels.log_probs is doubled
-    assert attrs.evolve(kernels, log_probs=own.log_probs) == own
-    how = {"program": "program", "draw": "draw", "watched": SimpleNamespace(kernels="watched"), "reference": "trace"}
-    assert calls == [(settings, "watched"), ("run", how)]
-    if error is None:
-        assert found == {"stages": [attrs.asdict(part)]}
-    else:
-        words = {ValueError: "it raised ValueError: no", KeyError: "it raised KeyError: "}
-        assert found == {"reason": words[type(error)]}
-    refused = Implementation(doubled, refuse=lambda: "elsewhere")
-    assert ablate._compared(reference, "log_probs", refused) == {"reason": "cannot run here: elsewhere"}
-
-
-@pytest.mark.parametrize("threads", [None, 3])
-def test_an_ablation_is_on_as_many_threads_as_are_asked_for(monkeypatch, threads):
-    """Set before anything is measured."""
-    made = SimpleNamespace(rows=(), interrupted=False)
-    log = []
-    monkeypatch.setattr(ablate.torch, "set_num_threads", log.append)
-    monkeypatch.setattr(ablate, "run_all", lambda ops, **_: log.append("ran") or made)
-    monkeypatch.setattr(ablate.text, "table", lambda made, width: "table")
-    assert ablate.ablate(AblateSettings(op=("gae",), device="cpu", threads=threads)) == 0
-    assert log == [*([] if threads is None else [threads]), "ran"]
-
-
-@pytest.mark.parametrize(
-    ("name", "gpus", "expected"), [("auto", True, "cuda"), ("auto", False, "cpu"), ("x", True, "x")]
-)
-def test_a_kernel_runs_on_a_gpu_where_there_is_one_unless_it_is_told_otherwise(monkeypatch, name, gpus, expected):
-    monkeypatch.setattr(ablate.torch.cuda, "is_available", lambda: gpus)
-    monkeypatch.setattr(ablate, "named_device", lambda *given: given)
-    assert ablate._device(name) == (expected, f"--device {expected!r}")

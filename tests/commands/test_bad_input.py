@@ -1,6 +1,7 @@
 """Bad input ends in one clear message, before any work, and nothing is lost."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -71,6 +72,7 @@ def test_a_loss_that_does_not_import(task, capsys):
     assert "actor.loss.name" in fails(task, capsys, "--actor.loss.name", "nowhere:loss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nan_reward", "no_reward"])
 def test_a_reward_that_returns_no_number(task, capsys, name):
     said = fails(task, capsys, "--reward.functions", f"tests.rewards.functions:{name}", begun=True)
@@ -78,6 +80,7 @@ def test_a_reward_that_returns_no_number(task, capsys, name):
     assert "sample 0" in said
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_and_a_damaged_one(task, capsys):
     assert cli.main(["train", str(task / "run.toml"), "--steps", "2"]) == 0
     other = small_model(len(character_tokenizer()), width=32, layers=1)
@@ -92,6 +95,7 @@ def test_a_checkpoint_of_another_model_and_a_damaged_one(task, capsys):
     assert cli.main(["train", str(task / "run.toml")]) == 0
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_the_last_checkpoint(task, capsys, monkeypatch):
     assert cli.main(["train", str(task / "run.toml"), "--steps", "2"]) == 0
 
@@ -112,10 +116,11 @@ def test_an_output_directory_that_cannot_be_written(task, capsys, monkeypatch):
             assert cli.main([command, str(task / "run.toml"), "--output-dir", str(task / path)]) == 2
             said = capsys.readouterr().err
             assert f"output_dir = {str(task / path)!r}: {task / 'file'} is a file" in said
-    monkeypatch.setattr(session.os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "access", lambda *_: False)
     assert f"{task} may not be written to; give another directory" in fails(task, capsys)
 
 
+@pytest.mark.slow
 def test_rollouts_of_another_command_are_not_written_over(task, capsys):
     assert cli.main(["rollout", str(task / "run.toml"), "--steps", "2"]) == 0
     before = {path: path.read_bytes() for path in (task / "run" / "rollouts").iterdir()}
@@ -126,6 +131,7 @@ def test_rollouts_of_another_command_are_not_written_over(task, capsys):
     assert {path: path.read_bytes() for path in (task / "run" / "rollouts").iterdir()} == before
 
 
+@pytest.mark.slow
 def test_a_directory_without_rollouts_and_the_one_around_them(task, capsys):
     said = fails(task, capsys, "--rollout.from", str(task))
     assert f"rollout.from = {str(task)!r}: it holds no rollouts, no step_00000001.safetensors" in said
@@ -135,6 +141,7 @@ def test_a_directory_without_rollouts_and_the_one_around_them(task, capsys):
     assert f"it holds no rollouts; give {made / 'rollouts'}" in said
 
 
+@pytest.mark.slow
 def test_a_part_of_the_reward_that_there_is_not(task, capsys):
     overrides = ["--rollout.n", "2", "--rollout.filter.groups", "--rollout.filter.by", "nowhere"]
     said = fails(task, capsys, *overrides, begun=True)
@@ -147,6 +154,7 @@ def _alone_in(directory, there):
         time.sleep(600)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "place"), [("train", "run"), ("rollout", "run/rollouts")])
 def test_a_directory_that_another_process_writes_to(task, capsys, command, place):
     (task / place).mkdir(parents=True)
@@ -163,6 +171,7 @@ def test_a_directory_that_another_process_writes_to(task, capsys, command, place
     assert cli.main([command, str(task / "run.toml"), "--steps", "1"]) == 0
 
 
+@pytest.mark.slow
 def test_all_that_is_wrong_is_named_at_once_without_torch(task):
     """Settings, places, functions, devices and processes: one list, and torch is not loaded for it."""
     (task / "start" / "model.safetensors").write_bytes(b"cut")
@@ -209,6 +218,7 @@ def test_all_that_is_wrong_is_named_at_once_without_torch(task):
     assert [path.name for path in (task / "run").rglob("*")] == ["model", "notes"]
 
 
+@pytest.mark.slow
 def test_rows_are_looked_at_without_torch_where_something_else_is_wrong(task):
     """The list has them too, and of a run with nothing else wrong they are read once."""
     with (task / "train.jsonl").open("a") as file:
@@ -245,6 +255,7 @@ def test_all_that_is_wrong_inside_of_files_is_named_at_once(task, capsys):
         assert part in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -266,7 +277,7 @@ def test_all_that_is_wrong_inside_of_files_is_named_at_once(task, capsys):
         ("--rollout.from {task}/none", "rollout.from = '{task}/none': there is no such file or directory"),
         ("--rollout.from {task}/train.jsonl", "is a file, not a directory of rollouts"),
         ("--seed 18446744073709551616", "seed = 18446744073709551616: must be 18446744073709551615 or less"),
-        ("--device gpu", "device = 'gpu': must be auto, cpu, cuda or cuda:N"),
+        ("--device gpu", "device = 'gpu': did you mean cuda? must be auto, cpu, cuda or cuda:N, "),
         ("--algorithm.advantage gea", "there is no such estimator; did you mean gae?"),
         ("--actor.loss.name ppo_clp", "there is no such policy loss; did you mean ppo_clip?"),
         (
@@ -297,6 +308,7 @@ def test_places_and_values_that_are_none(task, capsys, monkeypatch, overrides, m
     assert message.format(task=task) in said
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_says_how_to_go_on(task, capsys, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -308,6 +320,7 @@ def test_a_disk_that_fills_up_says_how_to_go_on(task, capsys, monkeypatch):
     assert cli.main(["train", str(task / "run.toml"), "--steps", "1"]) == 0
 
 
+@pytest.mark.slow
 def test_what_is_loaded_is_said(task, capsys):
     assert cli.main(["train", str(task / "run.toml"), "--steps", "1", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -403,6 +416,7 @@ def test_a_path_that_is_a_loop_of_links(task, capsys, overrides):
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -448,6 +462,7 @@ def test_numbers_that_nothing_could_come_of(task, capsys, overrides, said):
     assert said in fails(task, capsys, *overrides.format(task=task).split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_chat", [False, True])
 def test_a_prompt_of_many_megabytes(task, capsys, as_chat):
     (task / "chat.jinja").write_text("{{ messages[0].content }}")
@@ -462,6 +477,7 @@ def test_a_prompt_of_many_megabytes(task, capsys, as_chat):
     assert "1 too long, dropped" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_chat_template_that_loops(task, capsys, monkeypatch):
     monkeypatch.setattr(chat, "LONGEST", 0.3)
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"

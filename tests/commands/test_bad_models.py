@@ -131,6 +131,7 @@ def test_a_model_name_without_a_network_is_named_with_its_setting(task, capsys, 
     assert max(waited) < 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -156,6 +157,7 @@ def test_a_config_with_values_of_other_kinds(task, capsys, config):
     assert "model" in fails(task, capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
@@ -226,6 +228,7 @@ def test_what_a_model_was_not_made_for_is_named_before_the_run(task, capsys, ove
     assert said.format(task=task) in fails(task, capsys, *overrides.format(task=task).split())
 
 
+@pytest.mark.slow
 def test_a_model_whose_positions_are_stretched_takes_longer_rows(task, capsys):
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32}
     config = json.dumps({"rope_parameters": yarn})

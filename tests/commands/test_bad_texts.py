@@ -32,6 +32,7 @@ def test_a_nul_in_a_setting_is_named_as_that(task, capsys, name):
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*sorted({*files.PATHS} - UNREAD), "model.tokenizer"])
 @pytest.mark.parametrize(
     ("text", "expected"),
@@ -178,6 +179,7 @@ def test_tools_of_rows_need_the_chat_template(task, capsys):
     assert "data.row_tools = 'tools': nothing reads it here: it is for data.chat = true" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

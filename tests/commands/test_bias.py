@@ -30,6 +30,7 @@ SMALL = ["--n", "2", "--worlds", "2", "--horizon", "2"]
 HERE = "tests.commands.test_bias"
 
 
+@pytest.mark.slow
 def test_tables_files_and_own_functions(tmp_path, capsys):
     files = {kind: tmp_path / "out" / f"bias.{kind}" for kind in ("json", "markdown", "png")}
     own = ["--with", f"{HERE}:own_estimator", f"{HERE}:own_loss"]
@@ -75,6 +76,7 @@ def test_every_table_says_what_it_must(capsys):
     assert {row["label"] for row in tables["modes"] if abs(row["turned"]) < 1e-9} >= {"rloo, seq-mean-token-sum"}
 
 
+@pytest.mark.slow
 def test_three_lines_say_what_a_run_optimises(capsys):
     run = ["--algorithm.advantage", "rloo", "--rollout.n", "2", "--actor.kl-coef", "0.01", "--worlds", "2"]
     assert cli.main(["bias", *run, "--actor.weight-mode", "seq-mean-token-sum"]) == 0

@@ -8,87 +8,34 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 import fppo
-from fppo.commands import actions, cli, distributed
-from fppo.commands.actions import ALONE
+from fppo._errors import RunFailed, UsageError
+from fppo.commands import cli
 from fppo.commands.arguments import file_and_overrides, processes
+from fppo.commands.ends import status_of
 from fppo.runtime.checkpoint import CheckpointError
-from fppo.settings import checks, files, places
-from fppo.settings.train import TrainSettings
-
-MINIMAL = 'model.path = "m"\ndata.path = "a.jsonl"\nreward.functions = "exact_match"\n'
+from fppo.settings import checks, files
 
 
-@pytest.fixture
-def calls(monkeypatch) -> list[tuple[Any, ...]]:
-    """What reaches the commands; each returns 3."""
-    made: list[tuple[Any, ...]] = []
-
-    def command(name: str) -> Any:
-        return lambda *arguments, **named: made.append((name, *arguments, *named.values())) or 3
-
-    for name in ("quickstart", "train", "evaluate", "replay", "export"):
-        monkeypatch.setattr(actions, name, command(name))
-    monkeypatch.setattr(actions, "settings_of", lambda directory, step=None: TrainSettings())
-    monkeypatch.setattr(places, "place_problems", lambda settings: [])  # of what is not there
-    return made
-
-
-def test_arguments_reach_their_command(calls, tmp_path):
-    file = tmp_path / "settings.toml"
-    file.write_text(MINIMAL)
-    settings = files.load(file)
-    assert cli.main(["quickstart", "--seed", "4"]) == 3
-    assert cli.main(["train", str(file), "--steps", "9"]) == 3
-    flags = "--steps 9 --model.path m --data.path a.jsonl --reward.functions exact_match"
-    assert cli.main(["train", *flags.split()]) == 3
-    assert cli.main(["eval", str(tmp_path), "--steps", "9"]) == 3
-    assert cli.main(["replay", "r", "--step", "7"]) == 3
-    assert cli.main(["export", "r", "out"]) == 3
-    assert cli.main(["export", "r", "out", "--critic", "--step", "2", "--device", "cuda", "--merge"]) == 3
-    assert cli.main(["export", "r", "out", "--push", "me/new", "--public"]) == 3
-    changed = files.replace(settings, {"steps": 9, "mesh.shard": 1})
-    quickstart, *others = calls
-    assert quickstart[:-1] == ("quickstart", Path("runs/quickstart"), 4)
-    assert others == [
-        ("train", changed, ALONE),
-        ("train", changed, ALONE),
-        ("evaluate", files.replace(changed, {"output_dir": str(tmp_path)}), ALONE),
-        ("replay", Path("r"), 7, ALONE),
-        ("export", Path("r"), Path("out"), None, "actor", "cpu", False, None, False),
-        ("export", Path("r"), Path("out"), 2, "critic", "cuda", True, None, False),
-        ("export", Path("r"), Path("out"), None, "actor", "cpu", False, "me/new", True),
-    ]
-
-
-def test_a_supervised_run_needs_nothing_that_it_does_not_read(calls, tmp_path, monkeypatch, capsys):
+def test_a_supervised_run_needs_nothing_that_it_does_not_read(task, started, capsys):
     """No reward, and no sampling that goes with another; what is wrong with the rest is named."""
-    monkeypatch.setattr(actions, "sft", lambda settings, here: calls.append(settings) or 3)
-    file = tmp_path / "run.toml"
-    file.write_text(
-        'model.path = "m"\ndata.path = "a.jsonl"\nsft.response = "answer"\n[rollout]\nn = 3\nbatch_size = 4\n'
-    )
-    assert cli.main(["sft", str(file)]) == 3
-    assert (calls[-1].rollout.n, calls[-1].sft.response) == (3, "answer")
-    calls.clear()
-    assert cli.main(["train", str(file)]) == cli.main(["sft", str(file), "--sft.epochs", "0", "--data.path"]) == 2
-    assert calls == []
+    begun, file = started(3), str(task / "run.toml")
+    unread = ["--reward.functions", "--rollout.n", "3", "--sft.response", "answer"]
+    assert cli.main(["sft", file, *unread, "--nproc", "2"]) == 3
+    assert len(begun()) == 1
+    assert cli.main(["train", file, *unread]) == cli.main(["sft", file, "--sft.epochs", "0", "--data.path"]) == 2
     said = capsys.readouterr().err
     assert all(text in said for text in ("reward.functions", "rollout.n", "sft.epochs", "data.path"))
-    assert cli.main(["sft", str(file), "--sft.epoch", "1"]) == 2
+    assert cli.main(["sft", file, "--sft.epoch", "1"]) == 2
     assert "did you mean sft.epochs?" in capsys.readouterr().err
 
 
-def test_settings_that_conflict_stop_before_any_work(calls, tmp_path, capsys):
-    file = tmp_path / "run.toml"
-    file.write_text(MINIMAL + "[rollout]\nn = 3\nbatch_sise = 4\n")
-    assert cli.main(["train", str(file)]) == 2
-    assert calls == []
+def test_settings_that_conflict_stop_before_any_work(task, capsys):
+    assert cli.main(["train", str(task / "run.toml"), "--rollout.n", "3", "--rollout.batch-sise", "4"]) == 2
+    assert not (task / "run").exists()
     error = capsys.readouterr().err
     assert "2 problems" in error
     assert "did you mean rollout.batch_size?" in error
@@ -134,21 +81,32 @@ def test_a_traceback_is_shown_on_request(capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(CheckpointError("torn"), 2), (OSError("disk full"), 2), (KeyboardInterrupt(), 130)]
+    ("error", "status"),
+    [(CheckpointError("torn"), 2), (OSError("disk full"), 2), (RunFailed("no"), 1), (BrokenPipeError(32, "torn"), 2)],
 )
-def test_errors_of_commands_are_one_message(calls, monkeypatch, capsys, error, status):
-    def fail(*arguments: Any) -> None:
-        raise error
+def test_errors_of_commands_are_one_message(capfd, error, status):
+    assert status_of(error, "replay", show=False) == status
+    said = capfd.readouterr().err
+    assert said.startswith(f"fppo replay: {error}")
+    assert said.endswith("\n(--traceback shows where)\n")
+    assert status_of(UsageError("give a step"), "replay", show=False) == 2
+    assert capfd.readouterr().err == "fppo replay: give a step\n"
 
-    monkeypatch.setattr(actions, "replay", fail)
-    assert cli.main(["replay", "r", "--step", "7"]) == status
-    assert capsys.readouterr().err.startswith(f"fppo replay: {str(error) or 'interrupted'}")
+
+def interrupted_rows():
+    yield {"prompt": "1+1=", "answer": "2"}
+    raise KeyboardInterrupt
 
 
-def test_a_defect_keeps_its_traceback(calls, monkeypatch):
-    monkeypatch.setattr(actions, "replay", lambda *arguments: {}["x"])
+def test_an_interrupt_ends_a_command_with_130(task, capsys):
+    given = ["--data.rows", f"{__name__}:interrupted_rows", "--data.path"]
+    assert cli.main(["train", str(task / "run.toml"), *given]) == 130
+    assert capsys.readouterr().err.endswith("fppo train: interrupted\n")
+
+
+def test_a_defect_keeps_its_traceback():
     with pytest.raises(KeyError):
-        cli.main(["replay", "r", "--step", "7"])
+        status_of(KeyError("x"), "replay", show=False)
 
 
 def test_help_names_every_command(capsys):
@@ -213,6 +171,7 @@ def test_the_help_of_eval_is_what_an_evaluation_takes(capsys):
     assert "--actor" not in shown
 
 
+@pytest.mark.slow
 def test_help_answers_without_loading_what_is_slow():
     program = (
         "import sys; from fppo.commands import cli\n"
@@ -233,6 +192,7 @@ def test_a_report_is_written(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [["--help"], ["train", "--help"]],
@@ -249,29 +209,12 @@ def test_a_reader_that_has_gone_is_no_error(arguments):
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_another_pipe_that_breaks_is_an_error(monkeypatch, capfd):
-    def breaks(arguments):
-        raise BrokenPipeError(32, "Broken pipe", "an engine's")
-
-    monkeypatch.setattr(cli, "COMMANDS", {"plan": breaks})
-    assert cli.main(["plan"]) == 2
-    assert "fppo plan: an engine's: broken pipe\n" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize(("command", "goes_on"), [("train", True), ("plan", False)])
-def test_what_the_system_refuses_is_said_of_what(monkeypatch, capfd, command, goes_on, number):
-    def refused(arguments):
-        raise IsADirectoryError(21, "Is a directory", "plan.json")
-
-    def full(arguments):
-        raise OSError(number, "No space left on device", "plan.json")
-
-    monkeypatch.setattr(cli, "COMMANDS", {command: refused})
-    assert cli.main([command]) == 2
+def test_what_the_system_refuses_is_said_of_what(capfd, command, goes_on, number):
+    assert status_of(IsADirectoryError(21, "Is a directory", "plan.json"), command, show=False) == 2
     assert f"fppo {command}: plan.json: is a directory\n" in capfd.readouterr().err
-    monkeypatch.setattr(cli, "COMMANDS", {command: full})
-    assert cli.main([command]) == 2
+    assert status_of(OSError(number, "No space left on device", "plan.json"), command, show=False) == 2
     said = capfd.readouterr().err
     assert f"fppo {command}: plan.json: no space left on device (the disk is full; free space" in said
     assert ("resume from the last checkpoint" in said) == goes_on
@@ -291,25 +234,6 @@ def test_the_version_is_that_of_the_distribution(capsys):
     for flag in ("--version", "-V"):
         assert cli.main([flag]) == 0
         assert capsys.readouterr().out == f"fppo {fppo.__version__}\n"
-
-
-def test_a_replay_takes_processes(calls, monkeypatch):
-    monkeypatch.setattr(distributed, "run", lambda command, settings, arguments, *processes: calls.append(processes))
-    assert cli.main(["replay", "runs/a", "--step", "3", "--nproc", "2"]) == 0
-    assert calls[-1] == (2,)
-    assert cli.main(["replay", "runs/a", "--step", "3", "--max-restarts", "2"]) == 2
-
-
-def test_where_an_error_came_from_is_offered_where_that_tells_something(calls, capsys, monkeypatch):
-    assert cli.main(["replay", "runs/a", "--step", "3", "--nproc", "none"]) == 2
-    assert "--traceback" not in capsys.readouterr().err
-
-    def broken(*arguments):
-        raise ValueError("of other code")
-
-    monkeypatch.setattr(actions, "settings_of", broken)
-    assert cli.main(["replay", "runs/a", "--step", "3"]) == 2
-    assert "(--traceback shows where)" in capsys.readouterr().err
 
 
 def test_the_least_numbers_of_processes_and_restarts_are_taken():

@@ -4,14 +4,14 @@ import json
 import math
 import re
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fppo._errors import RunFailed
 from fppo.assembly.run import assemble
-from fppo.commands import actions, cli, compare
-from fppo.commands.compare import plan
+from fppo.commands import actions, cli
+from fppo.commands.compare import compare, plan
 from fppo.pipeline.train import iterate
 from fppo.report.compare import Comparison, collect, picture, spread
 from fppo.runs.jsonl import JsonLines
@@ -189,6 +189,7 @@ def test_what_is_done_is_not_run_again(task, monkeypatch, capsys):
     assert "holds a run with other settings (rollout.n 1 -> 2)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_cannot_differ_is_said_before_the_runs_and_what_does_not_after_them(task, capsys):
     """A clip where a step has one update, beside a rate that has an effect."""
     once = ["--actor.mini-batch-size", "8", "--seeds", "1", "--metrics", "critic/score/mean"]
@@ -212,71 +213,20 @@ def test_variants_that_are_equal_are_named():
     assert Comparison(curves={"x": every, "y": every | {"b": {0: [(1, 0.0)]}}}).equal() == []
 
 
-def test_a_run_that_fails_does_not_take_the_others_along(task, monkeypatch, capsys):
-    def train(settings, here):
-        if settings.critic.loss.name == "mse":
-            raise RunFailed("the critic cannot learn")
-        log = JsonLines(f"{settings.output_dir}/metrics.jsonl")
-        log.log(1, {"val/sums/accuracy/mean@1": 0.5})
-        log.close()
-        return 0
-
-    monkeypatch.setattr(actions, "train", train)
-    assert cli.main(["compare", str(task / "run.toml"), *ARGUMENTS]) == 1
-    text = capsys.readouterr().out
-    assert "the critic cannot learn" in text
-    assert "critic.loss=quantile+critic.loss.bins=3  1      0.5000" in text
-    assert "failed; the same command tries them again: critic.loss=mse, seed 0" in text
-
-
-@pytest.mark.parametrize(("status", "stops"), [(0, False), (1, False), (2, True), (130, True)])
-def test_a_run_that_is_stopped_stops_the_others(task, monkeypatch, capsys, status, stops):
-    """One that failed does not; the comparison is written once all had their turn."""
-    trained, written = [], []
-
-    def train(settings, here):
-        trained.append(settings.critic.loss.name)
-        return status if len(trained) == 1 else 0
-
-    monkeypatch.setattr(actions, "train", train)
-    monkeypatch.setattr(compare, "write", lambda runs, metrics, out: written.append((list(runs), metrics, out)))
-    assert cli.main(["compare", str(task / "run.toml"), *ARGUMENTS]) == status
-    names = ["critic.loss=mse", "critic.loss=quantile+critic.loss.bins=3"]
-    assert trained == (["mse"] if stops else ["mse", "quantile"])
-    assert written == ([] if stops else [(names, (), task / "run-compare")])
-    said = capsys.readouterr().out
-    assert (f"stopped in {names[0]}, seed 0; the same command resumes there" in said) is stops
-    assert (f"failed; the same command tries them again: {names[0]}, seed 0" in said) is (status == 1)
-
-
-def test_seeds_go_on_after_one_in_which_all_failed(task, monkeypatch, capsys):
-    """Though no metric is there to be compared yet."""
-    trained = []
-
-    def train(settings, here):
-        trained.append((settings.seed, settings.critic.loss.name))
-        raise RunFailed("nothing learned")
-
-    monkeypatch.setattr(actions, "train", train)
-    monkeypatch.setattr(compare, "write", lambda runs, metrics, out: None)
-    assert cli.main(["compare", str(task / "run.toml"), "--vary", "critic.loss=mse,huber", "--seeds", "2"]) == 1
-    assert trained == [(0, "mse"), (0, "huber"), (1, "mse"), (1, "huber")]
-    failed = "; ".join(f"critic.loss={name}, seed {seed}" for seed, name in trained)
-    assert f"tries them again: {failed}\n" in capsys.readouterr().out
-
-
-def test_the_table_is_in_sight_after_each_seed_and_last_of_all(task, monkeypatch, capsys):
+@pytest.mark.slow
+def test_the_table_is_in_sight_after_each_seed_and_last_of_all(task, tmp_path, capsys):
     left = [0, 0, 1, 0]
 
-    def train(settings, here):
+    def train(settings, file):
         log = JsonLines(f"{settings.output_dir}/metrics.jsonl")
         log.log(1, {"actor/entropy": 0.5})
         log.close()
         return left.pop(0)
 
-    monkeypatch.setattr(actions, "train", train)
-    arguments = ["--vary", "critic.loss=mse,huber", "--seeds", "2", "--metrics", "actor/entropy"]
-    assert cli.main(["compare", str(task / "run.toml"), *arguments]) == 1
+    asked = CompareSettings(
+        vary=("critic.loss=mse,huber",), seeds=2, metrics=("actor/entropy",), out=str(tmp_path / "out")
+    )
+    assert compare(files.load(task / "run.toml"), asked, train) == 1
     said, table = capsys.readouterr().out, "actor/entropy\nvariant"
     assert said.count(table) == 2
     assert said.index("run 2 of 4") < said.index(table) < said.index("run 3 of 4")
@@ -292,8 +242,8 @@ def test_a_variant_whose_settings_conflict_is_named_with_its_conflict(tmp_path):
     assert all("must be a multiple of rollout.n" in text for _, text in found)
 
 
-def test_all_that_is_wrong_with_any_variant_is_named_before_any_run(task, monkeypatch, capsys):
-    monkeypatch.setattr(actions, "train", None)
+@pytest.mark.slow
+def test_all_that_is_wrong_with_any_variant_is_named_before_any_run(task, capsys):
     vary = ["--vary", "steps=1,2"]
     for arguments, text in (
         (["--vary", "critic.loss"], "'critic.loss' is not of that form: write section.setting=VALUE,VALUE"),
@@ -325,26 +275,31 @@ def test_all_that_is_wrong_with_any_variant_is_named_before_any_run(task, monkey
     ):
         assert cli.main(["compare", str(task / "run.toml"), *arguments]) == 2
         assert text in capsys.readouterr().err
+    assert not (task / "run-compare").exists()
 
 
-def test_a_metric_that_the_first_runs_lack_is_named_before_the_next_seed(task, monkeypatch, capsys):
+@pytest.mark.slow
+def test_a_metric_that_the_first_runs_lack_is_named_before_the_next_seed(task, tmp_path):
     trained = []
 
-    def train(settings, here):
+    def train(settings, file):
         trained.append((settings.seed, settings.critic.loss.name))
         log = JsonLines(f"{settings.output_dir}/metrics.jsonl")
         log.log(1, {"actor/entropy": 0.5})
         log.close()
         return 0
 
-    monkeypatch.setattr(actions, "train", train)
-    arguments = ["--vary", "critic.loss=mse,huber", "--seeds", "2", "--metrics"]
-    assert cli.main(["compare", str(task / "run.toml"), *arguments, "actor/of_a_loss"]) == 2
-    assert "no run has logged ['actor/of_a_loss']; there are ['actor/entropy', 'step']" in capsys.readouterr().err
+    settings = files.load(task / "run.toml")
+    asked = CompareSettings(
+        vary=("critic.loss=mse,huber",), seeds=2, metrics=("actor/of_a_loss",), out=str(tmp_path / "out")
+    )
+    with pytest.raises(ValueError, match=r"no run has logged \['actor/of_a_loss'\]; there are \['actor/entropy', 's"):
+        compare(settings, asked, train)
     assert trained == [(0, "mse"), (0, "huber")]
-    assert cli.main(["compare", str(task / "run.toml"), *arguments, "actor/entropy"]) == 0
+    assert compare(settings, attrs.evolve(asked, metrics=("actor/entropy",)), train) == 0
 
 
+@pytest.mark.slow
 def test_what_runs_log_is_never_refused(task):
     """By a run with a critic, held-out prompts and exact values, and by its settings."""
     settings = files.load(task / "run.toml")
@@ -372,6 +327,20 @@ def test_a_metric_that_no_run_has_is_named(tmp_path):
         collect({"x": {0: tmp_path}}, ["b"])
     with pytest.raises(ValueError, match="no run has logged a held-out score"):
         collect({"x": {0: tmp_path}})
+
+
+def test_a_metric_that_one_variant_logs_may_be_compared(tmp_path):
+    settings = tiny_run.settings(tmp_path, data__eval_path=[])
+
+    def planned(*names, metrics=("critic/vf_loss",)):
+        vary = f"algorithm.advantage={','.join(names)}"
+        return plan(settings, CompareSettings(vary=(vary,), seeds=1, metrics=metrics))
+
+    assert len(planned("gae", "reinforce_plus_plus")) == len(planned("reinforce_plus_plus", "gae")) == 2
+    with pytest.raises(files.SettingsError, match="--metrics critic/vf_loss: no critic is trained"):
+        planned("reinforce_plus_plus")
+    with pytest.raises(files.SettingsError, match="--metrics is not set, and there are no held-out prompts"):
+        planned("gae", metrics=())
 
 
 def test_seeds_count_from_the_runs_own(tmp_path):

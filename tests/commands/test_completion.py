@@ -24,7 +24,7 @@ def offered(script, *words):
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_bash_completes_what_is_typed():
-    script = completion.script("bash", list(cli.COMMANDS))
+    script = completion.script("bash", cli.COMMANDS)
     assert offered(script, "fppo", "") == [*cli.COMMANDS, "--help", "--version"]
     assert offered(script, "fppo", "comp") == ["compare", "completion"]
     assert offered(script, "fppo", "completion", "") == ["bash", "zsh", "fish"]
@@ -47,20 +47,20 @@ def test_bash_completes_what_is_typed():
     ],
 )
 def test_fish_completes_what_is_typed(typed, expected):
-    script = completion.script("fish", list(cli.COMMANDS)) + f"\ncomplete -C '{typed}'"
+    script = completion.script("fish", cli.COMMANDS) + f"\ncomplete -C '{typed}'"
     said = subprocess.run(["fish", "--no-config"], input=script, capture_output=True, text=True, check=True, cwd="/")
     assert (said.stderr, [line.split("\t")[0] for line in said.stdout.split("\n") if line]) == ("", expected)
 
 
 def test_every_setting_and_every_option_is_offered():
-    flags = completion.flags_of("train")
+    flags = completion.flags_of(cli.COMMANDS["train"])
     wanted = {f"--{path.replace('_', '-')}" for path in files.paths()}
     assert wanted <= {*flags}
     assert flags["--device"] == ()
     assert "embedded" in flags["--rollout.engine"]
-    assert {"--vary", "--seeds", *wanted} <= {*completion.flags_of("compare")}
+    assert {"--vary", "--seeds", *wanted} <= {*completion.flags_of(cli.COMMANDS["compare"])}
     for shell in completion.SHELLS:
-        script = completion.script(shell, list(cli.COMMANDS))
+        script = completion.script(shell, cli.COMMANDS)
         assert all(command in script for command in cli.COMMANDS)
 
 
@@ -71,9 +71,9 @@ def test_whatever_flag_the_help_of_a_command_names_is_offered(command, capsys):
     said = capsys.readouterr().out
     named = set(re.findall(r"(?m)^  (--[a-z][a-z.-]*)(?=[ ,\n])", said))
     processes = {flag for flag in ("--nproc", "--max-restarts") if flag in said.splitlines()[0]}
-    assert named | processes <= {*completion.flags_of(command)}
-    assert processes == {*completion.flags_of(command)} & {"--nproc", "--max-restarts"}
-    assert not {"--run", "--runs", "--target", "--targets", "--trainer"} & {*completion.flags_of(command)}
+    assert named | processes <= {*completion.flags_of(cli.COMMANDS[command])}
+    assert processes == {*completion.flags_of(cli.COMMANDS[command])} & {"--nproc", "--max-restarts"}
+    assert not {"--run", "--runs", "--target", "--targets", "--trainer"} & {*completion.flags_of(cli.COMMANDS[command])}
 
 
 def test_a_shell_that_there_is_not(capsys):

@@ -1,6 +1,7 @@
 """Which GPU a process is on, and what is refused before any process starts: stand-ins for torch's view of the GPUs."""
 
 import contextlib
+from functools import partial
 from types import SimpleNamespace
 
 import attrs
@@ -16,19 +17,22 @@ from fppo.settings import files
 
 @pytest.fixture
 def run(monkeypatch):
-    """`distributed.run` on a machine with four GPUs; what was chosen and started goes to its list."""
+    """`distributed.placed` on a machine with four GPUs; what was chosen and started goes to its list."""
     log = []
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: log.append(torch.device(device)))
-    monkeypatch.setattr(launch, "start", lambda arguments, ranks, max_restarts: log.append(ranks) or 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: log.append(torch.device(device)))
 
     def run(nproc=1, trains=True, **changes):
         log.clear()
         start = files.from_dict({"model": {"path": "m"}, "data": {"path": ["d"]}, "output_dir": "o"})
         settings = files.replace(start, {name.replace("__", "."): value for name, value in changes.items()})
-        distributed.run(lambda settings, here: log.append("run") or 0, settings, [], nproc, trains=trains)
+        found = distributed.placed(lambda settings, here: log.append("run") or 0, settings, [], nproc, trains=trains)
+        if isinstance(found, partial) and found.func is launch.start:  # which would start processes
+            log.append(found.args[1])
+        else:
+            found()
         return log
 
     return run
@@ -42,15 +46,13 @@ def test_a_single_process_is_on_the_gpu_that_is_named(run):
 
 
 @pytest.mark.parametrize(("attempt", "resume"), [(0, "never"), (1, "auto")])
-def test_a_rank_that_was_started_again_resumes_from_its_run_s_checkpoints(run, monkeypatch, attempt, resume):
+def test_a_rank_that_was_started_again_resumes_from_its_run_s_checkpoints(monkeypatch, attempt, resume):
     """A first start does not: what lies in the directory is another run's."""
-    monkeypatch.setattr(
-        distributed.Place, "of_environment", lambda: launch.Place(world=1, started=True, attempt=attempt)
-    )
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 1), (launch.RESTARTS, attempt)):
+        monkeypatch.setenv(name, str(value))
     seen = []
-    monkeypatch.setattr(distributed, "no_exit", contextlib.nullcontext)
-    start = files.from_dict({"model": {"path": "m"}, "data": {"path": ["d"]}, "output_dir": "o", "resume": "never"})
-    distributed.run(lambda settings, here: seen.append(settings.resume) or 0, start, [], 1)
+    start = files.from_dict({"model": {"path": "m"}, "data": {"path": ["d"]}, "device": "cpu", "resume": "never"})
+    distributed.placed(lambda settings, here: seen.append(settings.resume) or 0, start, [], 1)()
     assert seen == [resume]
 
 
@@ -94,7 +96,8 @@ def test_a_rank_that_was_started_joins_the_mesh_of_its_settings(run, monkeypatch
     settings = files.replace(start, {f"mesh.{name}": x for name, x in (AXES | CUT | {"shard": None}).items()})
     settings = files.replace(settings, {"rollout.ahead": ahead if device == "cpu" or not trains else 0})
     seen = []
-    made = distributed.run(lambda settings, here: seen.append((settings, here)) or 5, settings, ["x"], 3, trains=trains)
+    run = lambda settings, here: seen.append((settings, here)) or 5  # noqa: E731
+    made = distributed.placed(run, settings, ["x"], 3, trains=trains)()
     own = torch.device("cpu") if device == "cpu" else torch.device("cuda", 3)
     twin = trains and ahead > 0 and device == "cpu"
     how = {"timeout": 7.0, "virtual_stages": 3, "sharding": Sharding(2, torch.bfloat16, False)}

@@ -39,6 +39,7 @@ def lines(task):
     return file.read_text().splitlines() if file.exists() else []
 
 
+@pytest.mark.slow
 def test_an_adapter_that_pefts_files_cannot_hold_is_exported_merged_and_said_before(task, capsys):
     own = {"model__lora__rank": 2, "model__lora__targets": ["embed_tokens", "q_proj"]}
     statuses, looked, ran = told(task, capsys, **own)
@@ -55,6 +56,7 @@ def test_an_adapter_that_pefts_files_cannot_hold_is_exported_merged_and_said_bef
     assert "tokenizer.json" in {path.name for path in (task / "run" / "model").iterdir()}
 
 
+@pytest.mark.slow
 def test_one_stack_of_experts_is_exported_as_an_adapter(task, capsys):
     tiny_run.write_mixture(task)
     own = {"model__lora__rank": 2, "model__lora__targets": ["experts.down_proj"]}

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fppo import _errors, advantages, losses
-from fppo.commands import cli
+from fppo import advantages, losses
+from fppo._errors import RunFailed, no_exit, printable, words_of
+from fppo.commands import cli, ends
 from fppo.report.charts import Panel, write_png
 from fppo.rewards import inline_reward
 from fppo.runtime.failure import Limits, Monitor
@@ -70,6 +71,7 @@ def exiting_tool(conversation):
     sys.exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
@@ -113,7 +115,7 @@ def test_the_parser_of_arguments_ends_commands_as_it_did(task, capsys):
     ],
 )
 def test_the_text_of_an_exit_names_the_function_of_the_user(code, said):
-    with pytest.raises(_errors.RunFailed, match=said), _errors.no_exit():
+    with pytest.raises(RunFailed, match=said), no_exit():
         code()
 
 
@@ -126,6 +128,7 @@ def _harmless(said):
     return len(said) < 60_000 and not any((ord(c) < 32 and c not in "\n\t") or 0x7F <= ord(c) < 0xA0 for c in said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "status", "shown"),
     [
@@ -153,7 +156,7 @@ def test_no_text_of_somebody_else_is_a_command_to_the_terminal(task, capfd, over
 
 @given(st.text(max_size=60), st.integers(0, 40))
 def test_printable_text_is_short_harmless_and_else_as_it_was(text, most):
-    shown = _errors.printable(text, most)
+    shown = printable(text, most)
     assert _harmless(shown)
     assert "\n" not in shown
     shown.encode()
@@ -167,9 +170,10 @@ def test_errors_whose_text_raises_have_one():
         def __str__(self):
             raise KeyError("no")
 
-    assert _errors.words_of(Broken()) == "Broken: (its text raises KeyError)"
+    assert words_of(Broken()) == "Broken: (its text raises KeyError)"
 
 
+@pytest.mark.slow
 def test_thousands_of_named_scores_are_refused_at_once(task, capsys):
     assert _train(task, "--reward.functions", "tests.rewards.functions:hundreds") == 2
     assert "'hundreds' returned 5,001 named numbers; at most 100" in capsys.readouterr().err
@@ -206,6 +210,7 @@ def test_root_and_links_without_an_end_are_no_output_dir(task, capsys):
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_a_run_reads_and_what_stands_beside_it_may_be_in_its_output_dir(task):
     """Settings, logs of a shell, hidden files, the model and the rows; and once it is a run's, anything."""
     for name in ("train.log", ".gitignore", "slurm-1.out"):
@@ -223,16 +228,17 @@ def test_names_with_dollars_and_controls_are_drawn_letter_by_letter(tmp_path):
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
-def test_a_rank_that_gives_way_to_another_ranks_error_ends_quietly(monkeypatch, capsys):
+def test_a_rank_that_gives_way_to_another_ranks_error_ends_quietly(capsys):
     store = listening()
     store.set("error", '[1, "the data is bad"]')
 
-    def command(rest):
+    def gives_way():
         with contextlib.ExitStack() as opened:  # a frame of Python's own, as `joined` has
             opened.enter_context(Monitor(store, 0, 2, Watch({}), Limits(period=0.01)))
             raise RuntimeError("the connection is closed")
 
-    monkeypatch.setitem(cli.COMMANDS, "train", command)
+    with pytest.raises(SystemExit) as left:
+        gives_way()
     with pytest.raises(SystemExit, match="1"):
-        cli.main(["train"])
+        ends.status_of_exit(left.value, "train", show=False)
     assert capsys.readouterr().err == ""

@@ -26,6 +26,7 @@ def _train(task, *overrides):
     return cli.main(["train", str(task / "run.toml"), *overrides])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [[], pytest.param(["--eval.before"], marks=pytest.mark.slow)])
 def test_a_reward_that_fails_on_all_of_the_first_batch_ends_the_run_with_its_error(task, capsys, before):
     functions = ["exact_match", "tests.rewards.functions:refuses"]
@@ -62,6 +63,7 @@ def test_failures_beside_good_rows_are_counted_and_shown(task, capsys):
         assert line["val-aux/timeouts"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "role"), [("--model.path", "actor"), ("--model.critic-path", "critic")])
 def test_weights_that_are_not_finite_end_the_run_with_their_name(task, capsys, path, role):
     model, params = models.load(task / "start")
@@ -79,6 +81,7 @@ def infinite(log_probs, old_log_probs, advantages, mask):
     return per_token * math.inf, report
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_never_finite_ends_the_run(task, capsys):
     assert _train(task, "--actor.loss.name", f"{__name__}:infinite", "--no-check") == 1
     said = capsys.readouterr().err

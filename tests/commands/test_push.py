@@ -24,7 +24,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.create_repo.return_value = RepoUrl("https://huggingface.co/me/new")
     made.repo_info.return_value.private = True
     made.list_repo_files.return_value = []
-    monkeypatch.setattr(actions, "HfApi", lambda: made)
+    for name in ("whoami", "create_repo", "repo_info", "list_repo_files", "upload_folder"):
+        monkeypatch.setattr(HfApi, name, getattr(made, name))
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: TOKEN)
     return made
 
@@ -100,6 +101,7 @@ def test_a_wrong_name_and_a_missing_login_end_it_before_any_work(hub, tmp_path, 
     hub.create_repo.assert_not_called()
 
 
+@pytest.mark.slow
 def test_the_command_uploads_what_it_has_written(hub, tmp_path, monkeypatch, capsys):
     tiny_run.write_task(tmp_path)
     assert actions.train(tiny_run.settings(tmp_path, steps=1, eval__before=False)) == 0

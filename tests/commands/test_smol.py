@@ -37,6 +37,7 @@ def shortly(settings, *, steps):
     return actions.train(files.replace(settings, short))
 
 
+@pytest.mark.slow
 def test_it_trains_the_installed_model_resumes_and_reports(place, capsys):
     begin = partial(actions.smol_quickstart, place / "run", 3)
     assert begin(partial(shortly, steps=1)) == 0
@@ -54,6 +55,7 @@ def test_it_trains_the_installed_model_resumes_and_reports(place, capsys):
     assert "--output-dir run holds the quickstart of the other model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_trains_exactly_on_policy(place):
     def run(settings):
         return shortly(attrs.evolve(settings, rollout=attrs.evolve(settings.rollout, exact=True)), steps=1)
@@ -64,14 +66,13 @@ def test_it_trains_exactly_on_policy(place):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_the_command_hands_its_settings_on(place, monkeypatch, exact):
-    seen = []
-    monkeypatch.setattr(actions, "train", lambda settings, here: seen.append(settings) or 130)
-    assert cli.main(["quickstart", "--model", "smol", "--seed", "4", *(["--exact"] if exact else [])]) == 130
-    (settings,) = seen
-    assert (settings.output_dir, settings.seed, settings.rollout.exact) == ("runs/smol", 4, exact)
-    expected = word_problems.settings(Path("runs/smol"), 4)
-    assert attrs.evolve(settings, rollout=expected.rollout, mesh=expected.mesh) == expected
+def test_ranks_are_started_with_the_file_of_the_commands_settings(place, started, exact):
+    begun, flags = started(130), ["--model", "smol", "--seed", "4", "--nproc", "2", *(["--exact"] if exact else [])]
+    assert cli.main(["quickstart", *flags]) == 130
+    assert begun() == ["2 -m fppo train runs/smol/quickstart.toml"]
+    settings, expected = files.load("runs/smol/quickstart.toml"), word_problems.settings(Path("runs/smol"), 4)
+    assert settings.rollout == attrs.evolve(expected.rollout, exact=exact)
+    assert attrs.evolve(settings, rollout=expected.rollout) == expected
     assert (place / "runs" / "smol" / word_problems.TRAIN).exists()
 
 

@@ -35,6 +35,7 @@ def test_it_ends_with_one_line_while_it_is_loaded(module):
     assert pressed(PRESSING + START, "plan", "--model.path", "quickstart", module) == (130, "fppo plan: interrupted\n")
 
 
+@pytest.mark.slow
 def test_what_would_catch_it_amid_an_import_does_not(tmp_path):
     """Python makes a RuntimeError of what a class' attributes raise as it is made, and modules try others."""
     (tmp_path / "careful.py").write_text(
@@ -47,6 +48,7 @@ def test_what_would_catch_it_amid_an_import_does_not(tmp_path):
     assert pressed(program, "train", "wave") == (130, "fppo train: interrupted\n")
 
 
+@pytest.mark.slow
 def test_it_is_an_exception_where_a_command_is_at_work():
     """So that what it has begun is put in order."""
     program = PRESSING + "from fppo.commands import cli, start\n"
@@ -56,11 +58,13 @@ def test_it_is_an_exception_where_a_command_is_at_work():
     assert (done.returncode, done.stdout, done.stderr) == (130, "in order\n", "fppo: interrupted\n")
 
 
+@pytest.mark.slow
 def test_behind_the_work_it_changes_nothing():
     program = PRESSING + "from fppo.commands import cli, start\ncli.main = lambda: 3\nstatus = start.main()\n"
     assert pressed(program + "os.kill(os.getpid(), signal.SIGINT)\nimport time; time.sleep(9)\n", "") == (3, "")
 
 
+@pytest.mark.slow
 def test_where_it_is_ignored_it_stays_so():
     """As in the background of a shell, and behind nohup."""
     program = PRESSING + "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
@@ -68,6 +72,7 @@ def test_where_it_is_ignored_it_stays_so():
     assert pressed(program + "sys.exit(start.main())\n", "wave") == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}])
 def test_threads_sleep_at_barriers_unless_the_user_says_how_they_wait(given):
     """By what OpenMP says that it has read: a variable that came too late is not there."""
@@ -88,6 +93,7 @@ def test_a_script_that_has_loaded_torch_hears_that_it_is_too_late():
         barriers.wait_asleep()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-", ">/dev/full", "2>/dev/full", ">/dev/full 2>&1"]
 )

@@ -236,6 +236,7 @@ LARGE = "1 " * 700_000
 TALKS_ON = [{"role": role, "content": "1"} for _ in range(40) for role in ("user", "assistant")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "given", "said"),
     [

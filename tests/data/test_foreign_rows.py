@@ -13,6 +13,7 @@ from tokenizers import processors
 from fppo import data
 from fppo.data.images import opened
 from fppo.data.plain import plain
+from fppo.environments import Reply
 from fppo.rollout import ToolRunner
 from tests.data.rows import CHAT, tokenizer, write
 from tests.data.test_load import load
@@ -377,4 +378,4 @@ def test_a_tool_that_says_half_of_a_surrogate_pair_is_named(text):
         ToolRunner(lambda conversation: [{"role": "tool", "content": text}], inline=True) as tools,
         pytest.raises(ValueError, match=said),
     ):
-        tools.respond([ASK])
+        tools.step([ASK], [Reply("x", (), "")])

@@ -283,6 +283,6 @@ def test_a_file_that_repeats_itself_is_read(tmp_path):
 def test_the_first_rows_are_read_without_the_others(tmp_path, ends):
     path = tmp_path / "a.jsonl"
     path.write_bytes(ends.join([*(json.dumps({"prompt": f"{i}\u2028"}) for i in range(3)), "", "no row"]).encode())
-    assert [row.line for row in data.read_rows(path, most=2)] == [1, 2]
+    assert [row.line for row in data.read_rows(path, max_rows=2)] == [1, 2]
     with pytest.raises(ValueError, match=r"a\.jsonl:5: not JSON"):
         data.read_rows(path)

@@ -68,6 +68,7 @@ def test_a_teacher_reads_its_own_prompt_before_the_same_response(texts, seed):
         with_teacher_prompt(tree.replace(rows, extras=Column([*rows.extras[:-1], {"n": 1}])))
 
 
+@pytest.mark.slow
 def test_a_run_shows_it_to_the_critic_alone(tmp_path):
     tiny_run.write_task(tmp_path)
     told = {}
@@ -129,6 +130,7 @@ def test_signs_of_the_truth_are_those_of_a_walk_along_the_response(data, rows, w
     assert signs.tolist() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", ["confidence", pytest.param("hidden", marks=pytest.mark.slow)])
 def test_a_critic_without_a_model_reads_how_responses_agree_with_it(tmp_path, reads):
     tiny_run.write_task(tmp_path)

@@ -81,7 +81,7 @@ def test_texts_fail_together_and_none_do_not():
     with pytest.raises(DataError) as told:
         fail(["a", "b", "a"], "prompts")
     assert str(told.value) == "3 problems in the prompts:\n  a (and 1 more have it)\n  b"
-    assert (told.value.what, told.value.problems.count) == ("prompts", 3)
+    assert (told.value.subject, told.value.problems.count) == ("prompts", 3)
 
 
 def test_a_field_that_no_row_has_is_one_line_for_all_sets(tmp_path, capsys):

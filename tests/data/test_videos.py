@@ -143,7 +143,7 @@ def test_bad_videos_are_named_with_row_and_field(tmp_path, monkeypatch):
     Image.fromarray(clip(0)[0]).save(tmp_path / "still.png")
     (tmp_path / "x.mp4").write_bytes(b"no video")
     (tmp_path / "none").mkdir()
-    monkeypatch.setattr("fppo.data.videos.find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     frames = [Image.fromarray(clip(0)[0]), Image.new("RGB", (4, 4))]
     values = [
         {"prompt": "x", "videos": clip(0)},
@@ -244,7 +244,7 @@ def test_a_file_is_decoded_where_a_library_is(tmp_path, monkeypatch):
     frames = np.broadcast_to(grey[:, None, None, None], (16, 48, 64, 3)).copy()
     write_mp4(tmp_path / "x.mp4", frames)
     plain = importlib.util.find_spec
-    monkeypatch.setattr("fppo.data.videos.find_spec", lambda name: plain(name) if name == "av" else None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: plain(name) if name == "av" else None)
     for video in (str(tmp_path / "x.mp4"), (tmp_path / "x.mp4").read_bytes()):
         found = opened_video(video, 1, ALL, opened)
         assert (found.total, found.fps) == (16, 8.0)

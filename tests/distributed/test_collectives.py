@@ -63,6 +63,7 @@ def both(request):
     return processes.run(request.param, results), simulate(request.param, results)
 
 
+@pytest.mark.slow
 def test_collectives_and_their_gradients_are_those_of_the_simulated_mesh(both):
     real, simulated = both
     assert len(real) == len(simulated) > 1

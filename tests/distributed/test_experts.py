@@ -48,6 +48,7 @@ def updates(mesh, directory):
     return [update(mesh, stage, directory) for stage in (1, 2, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
     [{"expert": 2}, pytest.param({"shard": 2, "expert": 2}, marks=pytest.mark.slow)],

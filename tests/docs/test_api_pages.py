@@ -28,12 +28,14 @@ def _generator() -> ModuleType:
 API = _generator()
 
 
+@pytest.mark.slow
 def test_every_public_module_has_its_place():
     shown = [name for text in API.pages().values() for name in re.findall(r"^::: (\S+)", text, re.MULTILINE)]
     assert set(API.modules()) <= set(shown)
     assert len(shown) == len(set(shown))
 
 
+@pytest.mark.slow
 def test_every_exported_name_is_on_its_room_s_page():
     pages = API.pages()
     for module, path in API.modules().items():

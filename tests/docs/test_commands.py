@@ -49,7 +49,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(machine, "machine_problems", lambda settings, ranks, visible: [])
     for function in ("quickstart", "smol_quickstart", "export", "diff", "serve"):
         reached(actions, function)
-    reached(distributed, "run")
+    reached(distributed, "placed")
     reached(ablate, "ablate")
     reached(audit, "audit")
     reached(compare, "compare")
@@ -156,6 +156,7 @@ def toml_of(block: Block) -> dict[str, Any]:
     return merged(MINIMAL, tomllib.loads(block.text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_and_settings_are_understood(page, parsed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

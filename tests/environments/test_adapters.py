@@ -5,6 +5,8 @@ A package that is not installed is skipped; the kinds of objects are tested with
 
 import importlib.util
 import random
+import re
+from pathlib import Path
 
 import pytest
 
@@ -107,6 +109,29 @@ def test_reasoning_gym():
         play(environment, lambda texts: "x", row={"dataset": "letter_counting"}, seed=3)[2]["right/letter_counting"]
         == 0
     )
+
+
+@installed("reasoning_gym")
+def test_a_second_chance_of_the_reference_runs(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "experiments" / "reference"))
+    environment = importlib.import_module("second_chance").Sums()
+
+    def answers(wrong):
+        """Solve the sum that the question ends with; the first `wrong` answers are one too high."""
+
+        def say(texts):
+            a, sign, b = re.search(r"(\d+) ([+-]) (\d+) =", texts[0]).groups()
+            right = int(a) + int(f"{sign}{b}")
+            return f"{a} {sign} {b} is {right + (len(texts) // 2 < wrong)}."
+
+        return say
+
+    for seed in range(20):
+        for wrong, expected in ((0, [1.0]), (1, [0.0, 0.5]), (2, [0.0, 0.0])):
+            texts, rewards, info = play(environment, answers(wrong), seed=seed)
+            assert rewards == expected
+            assert info == {"right_at_once": float(not wrong), "right": float(wrong < 2)}
+            assert len(texts) == 2 * len(expected)
 
 
 @installed("textarena")

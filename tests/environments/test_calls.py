@@ -1,27 +1,53 @@
 """What an environment returns is checked before it leaves its process."""
 
+import base64
 import json
 import math
+import pickle
 import re
 
 import pytest
 
-from fppo.environments.calls import _packed
+from fppo.environments.calls import CALL, EnvironmentCall, PlayerCall
 from fppo.environments.protocol import Begin, Reply, Step
 from fppo.environments.runner import EnvironmentRunner
+from fppo.workers.sample import sample_of
+
+
+class Returns:
+    """An environment that returns what it was given."""
+
+    def __init__(self, result):
+        self.result = result
+
+    def reset(self, row, seed):
+        return self.result
+
+    def step(self, state, reply):
+        return self.result
+
+
+def answer(result):
+    """What leaves an environment's process for a result: the fields, and what is wrong with them."""
+    call = EnvironmentCall(lambda: Returns(result), "returns")
+    state = base64.b64encode(pickle.dumps(None)).decode()
+    asked = (
+        PlayerCall(row={}, seed=1) if isinstance(result, Begin) else PlayerCall(state=state, reply=Reply("", (), ""))
+    )
+    return json.loads(call(sample_of({CALL: asked}))["answer"])
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, "much"])
 @pytest.mark.parametrize("where", ["reward", "info"])
 def test_a_number_that_is_not_finite_is_refused(number, where):
     step = Step(None, [], number, False, {}) if where == "reward" else Step(None, [], 0.0, False, {"depth": number})
-    fields, wrong = json.loads(_packed(step, Step)["answer"])
+    fields, wrong = answer(step)
     assert fields is None
     assert f"{number!r}" in wrong
 
 
 def test_finite_numbers_pass():
-    fields, wrong = json.loads(_packed(Step(None, [], 1, False, {"depth": 2}), Step)["answer"])
+    fields, wrong = answer(Step(None, [], 1, False, {"depth": 2}))
     assert wrong is None
     assert fields[2:] == [1.0, False, {"depth": 2.0}]
 
@@ -50,7 +76,7 @@ def test_finite_numbers_pass():
     ],
 )
 def test_what_is_wrong_with_a_step_is_said_in_short(step, text):
-    fields, wrong = json.loads(_packed(step, Step)["answer"])
+    fields, wrong = answer(step)
     assert fields is None
     assert re.search(text, wrong)
     assert len(wrong) < 600
@@ -58,14 +84,14 @@ def test_what_is_wrong_with_a_step_is_said_in_short(step, text):
 
 def test_messages_of_a_beginning_are_named_as_such():
     for messages, kind in ((None, "NoneType"), ("hello", "str"), ({"role": "user"}, "dict")):
-        _, wrong = json.loads(_packed(Begin(0, messages), Begin)["answer"])
+        _, wrong = answer(Begin(0, messages))
         assert wrong.startswith(f"reset returned a {kind} as Begin.messages, ")
 
 
 def test_numbers_and_flags_of_numpy_pass():
     numpy = pytest.importorskip("numpy")
     step = Step(None, [], numpy.float32(0.5), numpy.bool_(True), {"a": numpy.int64(2), "b": True})
-    assert json.loads(_packed(step, Step)["answer"])[0][2:] == [0.5, True, {"a": 2.0, "b": 1.0}]
+    assert answer(step)[0][2:] == [0.5, True, {"a": 2.0, "b": 1.0}]
 
 
 class Reads:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import os
 import pickle
+import time
 
-import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo.environments import Begin, EnvironmentRunner, Reply, Step
 from fppo.environments.calls import EnvironmentCall, PlayedStep, message_problem
-from fppo.environments.runner import CallsTogether, EnvironmentCalls, calls_of, is_asynchronous
+from fppo.environments.runner import is_asynchronous
 
 
 class Adds:
@@ -87,7 +89,7 @@ def attempt(call):
 
 
 @settings(max_examples=40)
-@given(CALLS, st.sampled_from(["together", "one by one", "as they come"]), st.booleans(), st.booleans())
+@given(CALLS, st.sampled_from(["together", "as they come"]), st.booleans(), st.booleans())
 def test_steps_are_those_of_the_environment(episodes, how, later, plain):
     by_hand, environment = Adds(), (Later if later else Adds)(plain=plain)
     runner = EnvironmentRunner(lambda: environment, name="own", asynchronous=later, inline=True)
@@ -99,8 +101,7 @@ def test_steps_are_those_of_the_environment(episodes, how, later, plain):
     def played(numbers, at_once, one):
         if how == "together":
             return dict(zip(numbers, at_once(), strict=True)) if numbers else {}
-        calls = calls_of(runner) if how == "as they come" else calls_of(_Together(runner))
-        with calls as open_calls:
+        with runner.open() as open_calls:
             for number in numbers:
                 one(open_calls, number)
             found: dict[int, PlayedStep] = {}
@@ -131,23 +132,6 @@ def test_steps_are_those_of_the_environment(episodes, how, later, plain):
             same(new[n], attempt(lambda state=states[n], said=replies[n]: by_hand.step(opened(state), said)), states[n])
         now |= new
     assert environment.calls == by_hand.calls
-
-
-@attrs.frozen
-class _Together:
-    """A player that makes many calls at a time, and has none open."""
-
-    runner: EnvironmentRunner
-
-    @property
-    def judges(self):
-        return True
-
-    def reset(self, rows, seeds):
-        return self.runner.reset(rows, seeds)
-
-    def step(self, states, replies):
-        return self.runner.step(states, replies)
 
 
 @pytest.mark.parametrize(
@@ -201,22 +185,51 @@ def test_the_environment_is_made_once_in_each_process():
     assert (again.__name__, "environment" in vars(again)) == ("own", False)  # it stays in its process
 
 
-def test_calls_come_as_they_are_ready_where_a_player_can_have_them_open():
-    runner = EnvironmentRunner(Adds, name="own", inline=True)
-    with calls_of(runner) as one, calls_of(_Together(runner)) as other:
-        assert isinstance(one, EnvironmentCalls)
-        assert isinstance(other, CallsTogether)
+class Where:
+    """Its steps say in which process they ran, and how many ran there at a time; a row may have it sleep longer."""
+
+    def __init__(self):
+        self.now = self.most = 0
+
+    async def reset(self, row, seed):
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            await asyncio.sleep(row.get("seconds", 0.2))
+        finally:
+            self.now -= 1
+        return Begin(0, [{"role": "user", "content": f"{os.getpid()} {self.most}"}])
+
+    def step(self, state, reply):
+        raise AssertionError
 
 
-def test_an_environment_runs_as_it_was_told():
-    limits = {"time_limit": 2.5, "workers": 3, "concurrency": 5, "start_limit": 6.5, "retries": 4}
-    runner = EnvironmentRunner(Adds, name="own", asynchronous=True, **limits)
-    assert (runner._time_limit, runner._workers, runner._concurrency, runner._retries) == (2.5, 3, 5, 4)
-    assert (runner._pool._count, runner._pool._start_limit, runner._pool._names) == (3, 6.5, "environment own")
-    assert (runner._calls.name, runner._calls.asynchronous, runner._calls.inline) == ("own", True, False)
-    assert runner._calls.fn._make is Adds
-    here = EnvironmentRunner(Adds, name="own", inline=True)
-    assert (here._pool, here._calls.asynchronous, here._calls.inline, here._retries) == (None, False, True, 0)
+@pytest.mark.slow
+def test_calls_run_in_so_many_processes_so_many_at_a_time_and_so_long():
+    limits = {"time_limit": 2.0, "workers": 2, "concurrency": 3}
+    with EnvironmentRunner(Where, name="where", asynchronous=True, **limits) as runner:
+        *begun, late = runner.reset([{}] * 7 + [{"seconds": 60}], range(8))
+        where: list[list[str]] = []
+        for _ in range(50):  # until the second process is ready, too
+            begun += runner.reset([{}] * 7, range(7))
+            where = [each.messages[0]["content"].split() for each in begun]
+            if len({process for process, _ in where}) == 2:
+                break
+    assert late.failed
+    assert len({process for process, _ in where}) == 2
+    assert max(int(most) for _, most in where) == 3
+
+
+def never():
+    time.sleep(60)
+
+
+def test_an_environment_that_is_not_ready_in_time_is_named():
+    with (
+        EnvironmentRunner(never, name="never", start_limit=2.0) as runner,
+        pytest.raises(ValueError, match="environment never did not load within 2 s"),
+    ):
+        runner.reset([{}], [1])
 
 
 def test_coroutines_are_found():

@@ -80,7 +80,7 @@ def test_a_game_of_several_players_goes_on_until_it_is_the_policys_turn(monkeypa
     environment = module.TextArena(game="Talk", players=players, opponent=opponent if players > 1 else None)
     begun = environment.reset({}, seed)
     state = pickle.loads(pickle.dumps(begun.state))
-    game = state.held
+    game = state.environment
     assert (state.seed, state.turn, game.name, game.players, game.seed) == (seed, 0, "Talk", players, seed % 2**31)
     generator = random.Random(seed % (1 << 63))
     before = [f"{player}: {generator.random():.6f}" for player in range(me)]
@@ -520,7 +520,7 @@ def test_a_turn_may_hold_several_calls_and_a_cut_one_is_rewarded():
     assert environment.reset({}, 4).messages == ()
     begun = environment.reset({"text": "what?", "x": 1}, 4)
     assert begun.messages == [{"role": "user", "content": "what?"}]
-    assert begun.state.held.row == {"text": "what?", "x": 1}
+    assert begun.state.environment.row == {"text": "what?", "x": 1}
     both = call.format("") + "\n and " + call.format(', "arguments": {"of": "file"}')
     step = environment.step(begun.state, reply(both))
     generator = random.Random((4 + GOLDEN) % (1 << 63))

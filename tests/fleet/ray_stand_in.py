@@ -6,6 +6,7 @@ import pickle
 import queue
 import threading
 from concurrent.futures import Future
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
@@ -69,17 +70,17 @@ class Method:
 class Actor:
     """A thread that runs methods in turn, on a node with some of its GPUs; `lost` is the error of all further ones."""
 
-    def __init__(self, cluster, kind, how, node, gpus):
+    def __init__(self, cluster, make, how, node, gpus):
         self.how, self.node, self.gpus, self.names = how, node, gpus, []
         self.asked, self.lost = queue.SimpleQueue(), None
-        threading.Thread(target=self._live, args=(cluster, kind), daemon=True).start()
+        threading.Thread(target=self._live, args=(cluster, make), daemon=True).start()
 
     def __getattr__(self, name):
         return Method(self, name, {})
 
-    def _live(self, cluster, kind):
+    def _live(self, cluster, make):
         cluster.here.actor = self
-        made = kind()
+        made = make()
         while True:
             name, args, answer = self.asked.get()
             try:
@@ -187,17 +188,17 @@ class Cluster:
             raise GetTimeoutError("not in time") from error
 
     def _remote(self, kind):
-        def made(**how):
+        def made(how, args):
             where = how["scheduling_strategy"]
             count = int(how["num_gpus"])
             node = self.nodes[-1 - where.index % len(self.nodes)]
             first = where.index // len(self.nodes) * count
-            actor = Actor(self, kind, how, node, node[2][first : first + count])
+            actor = Actor(self, partial(kind, *args), how, node, node[2][first : first + count])
             actor.lost = self.starts_lost.pop(0) if self.starts_lost else None
             self.actors.append(actor)
             return actor
 
-        return SimpleNamespace(options=lambda **how: SimpleNamespace(remote=lambda: made(**how)))
+        return SimpleNamespace(options=lambda **how: SimpleNamespace(remote=lambda *args: made(how, args)))
 
     def _kill(self, actor):
         actor.lost = RayActorError("killed")

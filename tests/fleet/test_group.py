@@ -7,7 +7,8 @@ import os
 import pickle
 import threading
 import time
-from types import SimpleNamespace
+import weakref
+from functools import partial
 
 import attrs
 import pytest
@@ -20,10 +21,10 @@ from torch.utils import _pytree as pytree
 from fppo import tree
 from fppo.fleet import HERE, LOCAL_GROUP, Group, GroupDied, Held, Here, RankSpec, at_once, cluster, group, on
 from fppo.fleet.rank import PLAIN, Membership, Rank, RankReply
-from fppo.runtime import clock
 from fppo.runtime.launch import Place
 from fppo.runtime.mesh import Axis, Mesh, Sharding
 from fppo.runtime.offload import copied
+from fppo.workers.imports import import_modules
 from tests.fleet.threads import Threads
 from tests.fleet.trees import TREES
 
@@ -42,8 +43,13 @@ def one():
 
 
 @pytest.fixture
-def two():
-    with Group("two", Threads(shard=2)) as made:
+def pair():
+    return Threads(shard=2)
+
+
+@pytest.fixture
+def two(pair):
+    with Group("two", pair, grace=0.2) as made:
         yield made
 
 
@@ -79,7 +85,7 @@ def test_what_stays_is_a_tree_of_handles_and_each_rank_has_its_own(two):
     assert other == {"rank": 0}
     state, total = two.call(double, state, by=3.0, stays=(0,))
     assert (state["step"], total) == (5, 3.0)
-    assert [float(rank._held[2, 0][0][0]) for rank in two._ranks.ranks] == [3.0, 6.0]
+    assert two.call(summed, HERE, {"x": state["x"]}, "shard") == 3 * 3.0 + 3 * 6.0
     assert two.call(reduced, HERE, 1.0) == 2.0
     assert torch.equal(two.call(dict, state)["x"], torch.full((3,), 3.0))  # of the first rank
 
@@ -89,9 +95,9 @@ def of_stage(here):
     return {"params": own | ({"head": torch.ones(1)} if here.rank else {}), "none": {} if here.rank else own, "step": 3}
 
 
-def summed(here, params):
+def summed(here, params, axis="pipeline"):
     value = sum(params.values()).sum()
-    dist.all_reduce(value, group=here.mesh["pipeline"].group)
+    dist.all_reduce(value, group=here.mesh[axis].group)
     return float(value)
 
 
@@ -113,10 +119,10 @@ def devices(here, x, *, y):
 
 def test_what_is_sent_arrives_on_the_ranks_device_and_what_comes_is_on_the_controllers():
     away, sent = torch.device("meta"), {"a": torch.ones(2), "b": torch.ones(1 << 15)}
-    with Group("one", Threads(), device=away) as one:
-        rank = one._ranks.ranks[0]
+    ranks = Threads()
+    with Group("one", ranks, device=away) as one:
         held = one.call(make, HERE, 1.0, stays=True)[0]["x"]  # while the rank is on the host
-        rank._here = Here(device=away)
+        ranks.move(away)
         assert one.call(devices, HERE, sent, y=held) == (["meta", "meta", "cpu"], "meta")
         assert one.call(devices, HERE, sent, y=held, on_host=True) == (["cpu"] * 3, "meta")
         assert held.device == one.call(dict, {"x": held})["x"].device == away
@@ -134,15 +140,34 @@ def lambda_of(here):
     return {"add": lambda x, y: x + y}
 
 
-def test_what_nobody_has_a_handle_of_is_let_go(one):
-    first, _ = one.call(make, HERE, 1.0, stays=(0,))
-    second, kept = one.call(make, HERE, 2.0, stays=True)
-    assert set(one._ranks.ranks[0]._held) == {(1, 0), (2, 0), (2, 1)}
-    del first, kept
-    gc.collect()
-    one.call(dict)
-    assert set(one._ranks.ranks[0]._held) == {(2, 0)}
-    assert torch.equal(one.call(dict, second)["x"], torch.full((3,), 2.0))
+LIVES = []
+
+
+def living(start):
+    value = torch.full((3,), start)
+    LIVES.append(weakref.ref(value))
+    return value
+
+
+def test_what_nobody_has_a_handle_of_is_let_go():
+    """Ranks are told so once."""
+    told = []
+
+    class Told(Threads):
+        def send(self, request, large):
+            told.append(sorted(request.forget))
+            return super().send(request, large)
+
+    LIVES.clear()
+    with Group("one", Told()) as one:
+        first, second = one.call(living, 1.0, stays=True), one.call(living, 2.0, stays=True)
+        del first
+        gc.collect()
+        one.call(dict)
+        one.call(dict)
+        assert [life() is None for life in LIVES] == [True, False]
+        assert torch.equal(one.call(itself, second), torch.full((3,), 2.0))
+    assert told == [[], [], [(1, 0)], [], []]
 
 
 def itself(x):
@@ -159,9 +184,6 @@ def test_any_tree_of_values_and_handles_is_each_ranks_tree_of_values(two, value,
     assert all(isinstance(x, Held) == (not isinstance(y, PLAIN)) for x, y in pairs)
     mixed = [x if here else y for (x, y), here in zip(pairs, which, strict=False)][::-1]
     assert two.call(tree.digest, [mixed, {"x": held}]) == tree.digest([leaves[::-1], {"x": value}])
-    del held, pairs, mixed
-    two.call(dict)
-    assert [rank._held for rank in two._ranks.ranks] == [{}, {}]
 
 
 @pytest.mark.parametrize("read", [tree.copy, tree.digest, copied, pickle.dumps])
@@ -187,8 +209,7 @@ def test_handles_of_others_and_of_earlier_starts_are_refused(one, two):
         one.call(make, HERE, 1.0, stays=(2,))
 
 
-def test_an_error_on_a_rank_is_raised_here_and_ends_those_that_wait_for_it(two, monkeypatch):
-    monkeypatch.setattr(group, "GRACE", 0.2)
+def test_an_error_on_a_rank_is_raised_here_and_ends_those_that_wait_for_it(two):
     with pytest.raises(KeyError, match="rank 1") as caught:
         two.call(fails_on, HERE, 1)
     assert "in fails_on, on rank 1 of 2 (thread 1) of group 'two'" in caught.value.__notes__[0]
@@ -216,18 +237,18 @@ def test_an_error_on_all_ranks_ends_none(two):
     assert two.call(reduced, HERE, 1.0) == 2.0
 
 
-def test_a_rank_that_is_lost_is_named(two, monkeypatch):
-    monkeypatch.setattr(group, "GRACE", 0.2)
-    two._ranks.lose(1)
+def test_a_rank_that_is_lost_is_named(pair, two):
+    pair.lose(1)
     with pytest.raises(GroupDied, match=r"rank 1 of 2 \(thread 1\) was lost in reduced: the thread is gone") as caught:
         two.call(reduced, HERE, 1.0)
     assert caught.value.group == "two"
 
 
-def test_a_rank_that_is_lost_is_named_though_others_fail_before_that_is_seen(two):
-    two._ranks.lose(1, seen_after=0.2)
-    with pytest.raises(GroupDied, match=r"rank 1 of 2 \(thread 1\) was lost in fails_on"):
-        two.call(fails_on, HERE, 0)
+def test_a_rank_that_is_lost_is_named_though_others_fail_before_that_is_seen(pair):
+    with Group("two", pair) as two:
+        pair.lose(1, seen_after=0.2)
+        with pytest.raises(GroupDied, match=r"rank 1 of 2 \(thread 1\) was lost in fails_on"):
+            two.call(fails_on, HERE, 0)
 
 
 def test_a_call_that_never_ends_ends_the_group():
@@ -290,10 +311,10 @@ def test_items_come_one_by_one(one, tmp_path):
     assert [item["i"] for item in items] == [0, 1, 2]
 
 
-def test_an_item_may_take_longer_than_the_others_have_after_a_failure(one, monkeypatch):
-    monkeypatch.setattr(group, "GRACE", 0.001)
+def test_an_item_may_take_longer_than_the_others_have_after_a_failure():
     items = []
-    assert one.call(naps, 2, on_item=items.append, patience=60.0) is None
+    with Group("one", Threads(), grace=0.001) as one:
+        assert one.call(naps, 2, on_item=items.append, patience=60.0) is None
     assert items == [0, 1]
 
 
@@ -321,7 +342,7 @@ def test_the_times_of_a_call_stand_in_the_order_of_ranks(two):
 
 def test_each_item_has_the_patience_of_a_call_and_what_stands_still_is_not_silent(one, monkeypatch):
     passed, seen = [0.0], []
-    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: passed[0]))
+    monkeypatch.setattr(time, "monotonic", lambda: passed[0])
 
     def slow(item):
         passed[0] += 1.5
@@ -336,13 +357,12 @@ def test_each_item_has_the_patience_of_a_call_and_what_stands_still_is_not_silen
     assert seen == [*range(5), 0, 1]
 
     def passing():
-        passed[0] += 0.05
+        passed[0] += 0.02
         return passed[0]
 
-    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=passing))
-    monkeypatch.setattr(group, "_LOOK", 0.05)
-    with pytest.raises(GroupDied, match=r"hangs was not done after 0.5 s on rank 0 of 1") as raised:
-        one.call(hangs, on_item=seen.append, patience=0.5)
+    monkeypatch.setattr(time, "monotonic", passing)
+    with pytest.raises(GroupDied, match=r"hangs was not done after 0.1 s on rank 0 of 1") as raised:
+        one.call(hangs, on_item=seen.append, patience=0.1)
     assert raised.value.silent
 
 
@@ -476,43 +496,24 @@ def test_a_rank_joins_the_mesh_of_its_spec(monkeypatch):
     assert (RankSpec().device, RankSpec(gpus=1).device, RankSpec(gpus=0.5).sizes) == ("cpu", "cuda", {"shard": 1})
 
 
-def test_arguments_are_checked_in_the_first_call_of_a_function_on_a_value_alone(one, monkeypatch):
-    read = []
-    digest = tree.digest
-    monkeypatch.setattr("fppo.fleet.rank.tree.digest", lambda x: read.append(1) or digest(x))
-    held = one.call(make, HERE, 1.0, stays=True)[0]
-
-    def checks(*args, **keywords):
-        read.clear()
-        one.call(itself, *args, **keywords)
-        return len(read)
-
-    x = {"a": torch.ones(2), "b": torch.ones(1 << 15)}
-    counts = [checks(x), checks(x), checks(x, label="other"), checks(x, label="other")]
-    assert [count > 0 for count in counts] == [True, False, True, False]
-    assert checks(held) == 0
-
-
-def test_ranks_are_told_once_what_nobody_has_a_handle_of(one, monkeypatch):
-    told, send = [], one._ranks.send
-    monkeypatch.setattr(
-        one._ranks, "send", lambda request, large: told.append(sorted(request.forget)) or send(request, large)
-    )
-    held = one.call(make, HERE, 1.0, stays=True)
-    del held
-    gc.collect()
-    one.call(dict)
-    one.call(dict)
-    assert told == [[], [(1, 0), (1, 1)], []]
+def test_arguments_are_checked_in_the_first_call_of_a_function_on_a_value_alone(one):
+    """A label of its own is as another function."""
+    batch, told = {"a": torch.ones(2), "b": torch.ones(1 << 15)}, pytest.raises(ValueError, match="has written into")
+    assert one.call(writes, batch, 1.0) == 1 << 15
+    assert one.call(writes, batch, 2.0) == 2 << 15
+    with told:
+        one.call(writes, batch, 2.0, label="other")
+    held = one.call(itself, batch, stays=True)
+    assert one.call(writes, held, 2.0) == 2 << 15
 
 
 @pytest.mark.parametrize("more", [True, False])
 def test_a_reply_is_linked_with_its_tensors_and_with_what_follows(more):
-    reply, large = RankReply(None, [], 2.0, more=more), [torch.ones(2).numpy()]
+    reply, large = RankReply(None, [], 2.0, has_next=more), [torch.ones(2).numpy()]
     found = reply.linked(large)
-    assert (found.large, found.seconds, found.more) == (large, 2.0, more)
-    assert (found.rest is not None) == more
-    assert (reply.large, reply.rest) == ([], None)
+    assert (found.large, found.seconds, found.has_next) == (large, 2.0, more)
+    assert (found.next_reply is not None) == more
+    assert (reply.large, reply.next_reply) == ([], None)
 
 
 def gives_up(state):
@@ -525,3 +526,20 @@ def test_a_function_may_take_over_the_memory_of_what_it_is_sent(one):
     sent = {"b": torch.ones(1 << 15)}
     assert one.call(gives_up, sent) == 1 << 16
     assert torch.equal(sent["b"], torch.ones(1 << 15))
+
+
+def noted(path):
+    """One more letter in a file."""
+    with open(path, "a") as file:
+        file.write("x")
+
+
+def test_every_rank_begins_anew_whenever_it_has_started(tmp_path):
+    """Before any other call; what goes wrong there ends the start."""
+    path = str(tmp_path / "begun")
+    with Group("two", Threads(shard=2), begin=partial(noted, path)) as two:
+        for count in (2, 4):
+            assert two.call(os.path.getsize, path) == count
+            two.start()
+    with pytest.raises(ValueError, match="the module 'no_such' does not import"):
+        Group("one", Threads(), begin=partial(import_modules, ["no_such"])).start()

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import socket
 import sys
 import threading
+import time
+from functools import partial
 
 import attrs
 import pytest
 import torch
 
-from fppo.fleet import HERE, Group, GroupDied, RankSpec, cluster, on_ray
-from fppo.fleet.held import Here
+from fppo.fleet import HERE, Group, GroupDied, RankSpec, cluster
 from fppo.fleet.on_ray import RayCluster, joined
 from fppo.fleet.rank import Rank
-from fppo.runtime.mesh import Sharding
 from fppo.runtime.parent import module_path
-from fppo.runtime.simulate import _meshes
 from tests.fleet.ray_stand_in import Cluster, RayActorError, RayError
 from tests.fleet.test_group import check_stream, double, fails_on, itself, make, reduced
+from tests.fleet.threads import meshes_of
 
 NODES = [("10.0.0.1", "aaaaaaaaaa", [0, 1]), ("10.0.0.1", "bbbbbbbbbb", [0, 1]), ("10.0.0.2", "cccccccccc", [0, 1])]
 
 
 @pytest.fixture
 def ray(monkeypatch):
-    """A cluster of three nodes, on which two actors each run; `hosts` and `joins` are what ranks were told."""
+    """A cluster of three nodes, on which two actors each run; `hosts` and `joins` are what ranks were told, `make_rank`
+    makes these on simulated meshes, and `now` is the time of a clock that only sleep moves."""
     made = Cluster(NODES, cpus=6)
-    made.hosts, made.joins, meshes, lock = [], [], {}, threading.Lock()
+    made.hosts, made.joins, made.now, meshes, lock = [], [], 0.0, {}, threading.Lock()
 
     class Told(Rank):
         def host(self, address):
@@ -37,24 +40,32 @@ def ray(monkeypatch):
 
         def join(self, member, address):
             made.joins.append((member, address))
-            if member.spec.count > 1:
-                with lock:
-                    if member.token not in meshes:
-                        meshes[member.token] = [mesh for _, mesh in _meshes({"shard": member.spec.count})]
-                mesh = attrs.evolve(meshes[member.token][member.rank], sharding=Sharding())
-                self._here = Here(mesh, rank=member.rank)
+            made.here.actor.rank = member.rank
+            super().join(member, address)
 
+    def simulated(member, address, device):
+        with lock:
+            if member.token not in meshes:
+                meshes[member.token] = meshes_of({"shard": member.spec.count})
+        return contextlib.nullcontext(meshes[member.token][member.rank])
+
+    def sleep(seconds):
+        made.now += seconds
+
+    made.make_rank = partial(Told, simulated)
     with monkeypatch.context() as patch:
         for name, module in made.modules().items():
             patch.setitem(sys.modules, name, module)
-        patch.setattr(on_ray, "Rank", Told)
-        patch.setattr(on_ray, "_PAUSE", 0.0)
+        patch.setattr(time, "sleep", sleep)
+        patch.setattr(time, "monotonic", lambda: made.now)
+        patch.setattr(torch, "set_num_threads", lambda count: None)
+        patch.setattr(torch.accelerator, "set_device_index", lambda device: None)
         yield made
 
 
 def test_ranks_are_placed_by_node_told_of_each_other_and_called_as_others_are(ray):
     spec = RankSpec(count=4, threads=3, patience=7.0)
-    with cluster("local") as here, Group("actor", here.ranks(spec), patience=60.0) as group:
+    with RayCluster("local", make_rank=ray.make_rank) as here, Group("actor", here.ranks(spec), patience=60.0) as group:
         own = f"process {os.getpid()} on node"
         # bundles lie on the nodes from the last one on: the ranks go by address, node and bundle
         places = [
@@ -94,17 +105,17 @@ def test_ranks_are_placed_by_node_told_of_each_other_and_called_as_others_are(ra
 
 
 def test_ranks_with_gpus_go_by_these_on_a_node(ray):
-    with cluster("local") as here, Group("actor", here.ranks(RankSpec(count=6, gpus=1))) as group:
+    with RayCluster("local", make_rank=ray.make_rank) as here, Group("a", here.ranks(RankSpec(count=6, gpus=1))):
         assert [actor.how["num_gpus"] for actor in ray.actors] == [1] * 6
         assert ray.rooms[0].bundles == [{"CPU": 1.0, "GPU": 1}] * 6
-        order = [(actor.node[1], actor.gpus) for actor in group._ranks._actors]
+        order = [(actor.node[1], actor.gpus) for actor in sorted(ray.actors, key=lambda actor: actor.rank)]
         assert order == [(name, [gpu]) for name in ("aaaaaaaaaa", "bbbbbbbbbb", "cccccccccc") for gpu in (0, 1)]
 
 
 def test_a_large_tensor_is_put_once_and_a_request_once_for_all_ranks(ray):
     x = torch.arange(1 << 15)
     with (
-        cluster("local") as here,
+        RayCluster("local", make_rank=ray.make_rank) as here,
         Group("one", here.ranks()) as one,
         Group("two", here.ranks(RankSpec(count=2))) as two,
     ):
@@ -118,13 +129,13 @@ def test_a_large_tensor_is_put_once_and_a_request_once_for_all_ranks(ray):
 
 
 def test_items_come_one_by_one_and_replies_that_end_early_are_a_loss(ray, tmp_path):
-    with cluster("local") as here, Group("one", here.ranks(), patience=60.0) as one:
+    with RayCluster("local", make_rank=ray.make_rank) as here, Group("one", here.ranks(), patience=60.0) as one:
         check_stream(one, tmp_path)
 
     def lost(actor):
         raise RayActorError("the node is gone\nand more")
 
-    with cluster("local") as here, Group("one", here.ranks()) as one:
+    with RayCluster("local", make_rank=ray.make_rank) as here, Group("one", here.ranks()) as one:
         ray.cut, seen = lost, []
         with pytest.raises(GroupDied, match=r"was lost in range: the node is gone$"):
             one.call(range, 3, on_item=seen.append)
@@ -132,7 +143,7 @@ def test_items_come_one_by_one_and_replies_that_end_early_are_a_loss(ray, tmp_pa
 
 
 def test_a_stream_without_its_last_reply_is_a_loss(ray, monkeypatch):
-    with cluster("local") as here, Group("one", here.ranks()) as one:
+    with RayCluster("local", make_rank=ray.make_rank) as here, Group("one", here.ranks()) as one:
         monkeypatch.setattr(Rank, "stream", lambda *_: iter(()))
         with pytest.raises(GroupDied, match=r"was lost in range: its replies ended before the call did"):
             one.call(range, 3, on_item=print)
@@ -141,9 +152,9 @@ def test_a_stream_without_its_last_reply_is_a_loss(ray, monkeypatch):
 @pytest.mark.parametrize("kind", [RayActorError, RayError])
 def test_a_rank_that_is_lost_ends_the_group_which_starts_anew_with_a_new_room(ray, kind):
     """Whether its actor has ended, or Ray says otherwise that there is no answer, as of an object on a lost node."""
-    with cluster("local") as here, Group("actor", here.ranks(RankSpec(count=2))) as group:
-        group._ranks._actors[1].lost = kind("\n the actor died \nwith a trace")
-        with pytest.raises(GroupDied, match=r"rank 1 of 2 \(process .*\) was lost in itself: the actor died$"):
+    with RayCluster("local", make_rank=ray.make_rank) as here, Group("actor", here.ranks(RankSpec(count=2))) as group:
+        ray.actors[0].lost = kind("\n the actor died \nwith a trace")
+        with pytest.raises(GroupDied, match=r"rank [01] of 2 \(process .*\) was lost in itself: the actor died$"):
             group.call(itself, 3)
         group.start()
         assert group.call(itself, 4) == 4
@@ -151,24 +162,23 @@ def test_a_rank_that_is_lost_ends_the_group_which_starts_anew_with_a_new_room(ra
         assert {member.token for member, _ in ray.joins[:2]} != {member.token for member, _ in ray.joins[2:]}
 
 
-def test_actors_that_end_at_once_are_started_again_within_the_patience(ray, monkeypatch):
+def test_actors_that_end_at_once_are_started_again_within_the_patience(ray):
     """On a node whose loss the cluster has not noticed."""
     ray.starts_lost = [RayActorError("gone"), None, None, RayActorError("gone")]
-    with cluster("local") as here:
+    with RayCluster("local", make_rank=ray.make_rank) as here:
         group = Group("actor", here.ranks(RankSpec(count=2)))
         group.start()
         assert (len(ray.rooms), len(ray.taken), len(ray.actors)) == (3, 1, 6)
         assert group.call(itself, 4) == 4
         group.close()
-        monkeypatch.setattr(on_ray, "_PAUSE", 0.05)
-        for error, patience in ((RayError("wrong\ncode"), 600.0), (RayActorError("wrong\ncode"), 0.12)):
+        for error, patience in ((RayError("wrong\ncode"), 600.0), (RayActorError("wrong\ncode"), 2.0)):
             ray.starts_lost, before = [error] * 9, len(ray.rooms)
             group = Group("actor", here.ranks(RankSpec(count=1, patience=patience)))
             with pytest.raises(GroupDied, match=r"did not start: its ranks end as they begin: wrong$") as raised:
                 group.start()
             assert not raised.value.again
             assert ray.taken == []
-            assert (len(ray.rooms) - before > 1) == (patience < 1.0)
+            assert (len(ray.rooms) - before > 1) == (patience < 600.0)
 
 
 @pytest.mark.parametrize(
@@ -181,8 +191,8 @@ def test_actors_that_end_at_once_are_started_again_within_the_patience(ray, monk
 @pytest.mark.parametrize("address", ["local", "10.0.0.1:6379"])
 def test_where_there_is_no_room_the_resources_are_named(ray, spec, text, address, monkeypatch):
     """A cluster of this machine alone never has more; to another one nodes may come."""
-    monkeypatch.setattr(on_ray, "_check_reached", lambda address: None)
-    with cluster(address) as here:
+    monkeypatch.setattr(socket, "create_connection", lambda *_: io.BytesIO())
+    with RayCluster(address, make_rank=ray.make_rank) as here:
         group = Group("actor", here.ranks(attrs.evolve(spec, patience=5.0)))
         with pytest.raises(GroupDied) as raised:
             group.start()
@@ -198,9 +208,10 @@ def test_where_there_is_no_room_the_resources_are_named(ray, spec, text, address
 
 def test_a_process_is_in_one_cluster_and_leaves_what_it_has_joined(ray, monkeypatch):
     reached = []
-    monkeypatch.setattr(on_ray, "_check_reached", reached.append)
-    with RayCluster("local") as outer:
-        assert joined("local") == joined("10.0.0.1:6379") == (outer._ray, False)
+    monkeypatch.setattr(socket, "create_connection", lambda where, _: reached.append(where) or io.BytesIO())
+    module = sys.modules["ray"]
+    with cluster("local"):
+        assert joined("local") == joined("10.0.0.1:6379") == (module, False)
         with RayCluster("local"):
             pass
         assert ray.address is not None
@@ -208,8 +219,8 @@ def test_a_process_is_in_one_cluster_and_leaves_what_it_has_joined(ray, monkeypa
         with pytest.raises(ValueError, match=text):
             joined("10.0.0.9:1")
     assert ray.address is None
-    assert joined("10.0.0.9:1", show_output=False) == (outer._ray, True)
-    assert reached == ["10.0.0.9:1"]
+    assert joined("10.0.0.9:1", show_output=False) == (module, True)
+    assert reached == [("10.0.0.9", 1)]
     plain = {"configure_logging": False}
     assert ray.inits == [
         {"address": "local", "log_to_driver": True, "include_dashboard": False, **plain},
@@ -217,19 +228,19 @@ def test_a_process_is_in_one_cluster_and_leaves_what_it_has_joined(ray, monkeypa
     ]
 
 
-def test_an_address_without_a_listener_is_named_at_once():
+def test_an_address_without_a_listener_is_named_at_once(ray):
     with socket.create_server(("127.0.0.1", 0)) as server:
         there = f"127.0.0.1:{server.getsockname()[1]}"
         for address in (there, f"ray://{there}"):
-            on_ray._check_reached(address)
+            with RayCluster(address):
+                assert ray.address == address
     for address in (there, "auto", "127.0.0.1:x"):
         with pytest.raises(ValueError, match=f"there is no Ray cluster at '{address}' .*; give the HOST:PORT of one"):
-            on_ray._check_reached(address)
+            joined(address)
 
 
-def test_an_error_on_a_rank_is_its_own(ray, monkeypatch):
-    monkeypatch.setattr("fppo.fleet.group.GRACE", 0.2)
-    with cluster("local") as here, Group("one", here.ranks()) as one:
+def test_an_error_on_a_rank_is_its_own(ray):
+    with RayCluster("local", make_rank=ray.make_rank) as here, Group("one", here.ranks()) as one:
         with pytest.raises(KeyError, match="rank 0") as raised:
             one.call(fails_on, HERE, 0)
         assert "on rank 0 of 1 (process" in raised.value.__notes__[0]

@@ -7,7 +7,6 @@ import resource
 import pytest
 import torch
 
-from fppo.fleet import codec
 from fppo.fleet.codec import CPU, flat, pack, tensors_of, tree_of
 from fppo.fleet.shared import Memory
 
@@ -40,18 +39,22 @@ def get(memory, packed, spans, device=CPU):
     return tree_of(packed, tensors_of(packed, arrays))
 
 
-@pytest.fixture(params=[1, codec.BIG], ids=["large", "small"])
-def memory(monkeypatch, request):
-    """Tensors travel each by itself, or as one array."""
-    monkeypatch.setattr(codec, "BIG", request.param)
+@pytest.fixture
+def memory():
     return Memory(reused=True)
 
 
+@pytest.fixture(params=[1 << 15, 0], ids=["large", "small"])
+def more(request):
+    """Rows beyond a few, with which tensors travel each by itself, or as one array."""
+    return request.param
+
+
 @pytest.mark.parametrize("device", [CPU, torch.device("cuda")])
-def test_another_reader_gets_copies_of_what_was_put(memory, device):
+def test_another_reader_gets_copies_of_what_was_put(memory, more, device):
     other = Memory.at(memory.path)
-    first, second = (tensors_of_sizes(seed, 5, 1, 3, 7) for seed in (1, 2))
-    larger = tensors_of_sizes(3, 400, 3, 2, 9, 5)
+    first, second = (tensors_of_sizes(seed, *(more + x for x in (5, 1, 3, 7))) for seed in (1, 2))
+    larger = tensors_of_sizes(3, *(more + x for x in (400, 3, 2, 9, 5)))
     copies = get(other, *put(memory, first), device)
     same(copies, first)
     same(get(other, *put(memory, second), device), second)
@@ -62,8 +65,8 @@ def test_another_reader_gets_copies_of_what_was_put(memory, device):
     same(get(memory, *put(memory, second), device), second)
 
 
-def test_what_is_put_is_no_longer_the_callers(memory):
-    params = tensors_of_sizes(1, 4)
+def test_what_is_put_is_no_longer_the_callers(memory, more):
+    params = tensors_of_sizes(1, 4 + more)
     kept = {name: x.clone() for name, x in params.items()}
     places = put(memory, params)
     for x in params.values():
@@ -81,8 +84,8 @@ def test_memory_that_is_forgotten_is_given_back():
     assert not os.path.exists(path)
 
 
-def test_transposed_tensors_come_out_as_they_look(memory):
-    x = torch.arange(12.0).view(3, 4).T
+def test_transposed_tensors_come_out_as_they_look(memory, more):
+    x = torch.arange(12.0 + 3 * more).view(3, 4 + more).T
     same(get(memory, *put(memory, {"x": x})), {"x": x})
 
 

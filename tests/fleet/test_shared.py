@@ -52,10 +52,10 @@ TROUBLES = {
 
 @pytest.fixture
 def lanes():
-    made = tuple(PipeLane(line) for line in multiprocessing.Pipe())
-    for lane in made:
-        lane._socket.settimeout(10)  # what is not sent is not waited for
-    return made
+    limit = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(10)  # what is not sent is not waited for
+    yield tuple(PipeLane(line) for line in multiprocessing.Pipe())
+    socket.setdefaulttimeout(limit)
 
 
 def sent_through(lanes, message, arrays):

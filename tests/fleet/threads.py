@@ -20,11 +20,17 @@ from fppo.runtime.simulate import _meshes
 LOST = object()
 
 
+def meshes_of(sizes):
+    """The mesh of each rank, simulated among threads that nobody else starts."""
+    return [attrs.evolve(mesh, sharding=Sharding()) for _, mesh in _meshes(sizes)]
+
+
 class Threads:
-    """`Group("actor", Threads(shard=2))`. A test may look at `ranks`, and lose one of them."""
+    """`Group("actor", Threads(shard=2))`. A test may look at `ranks`, lose one of them, and see each request before it
+    is sent: `on_send(threads, request)`."""
 
     def __init__(self, **sizes):
-        self._sizes = sizes
+        self._sizes, self.on_send = sizes, None
         self.ranks, self._asked, self._worlds = [], [], []
 
     @property
@@ -46,6 +52,8 @@ class Threads:
         return [f"thread {number}" for number in range(len(made))]
 
     def send(self, request, large):
+        if self.on_send is not None:
+            self.on_send(self, request)
         data = pickle.dumps((request, [array_of(x) for x in large]))
         futures = [Future() for _ in self._asked]
         for line, future in zip(self._asked, futures, strict=True):
@@ -58,6 +66,11 @@ class Threads:
             line.put((LOST, 0.0))
         if self._worlds:
             self._worlds[0].fail(None, RuntimeError("stopped"))
+
+    def move(self, device):
+        """From now on all ranks are on this device."""
+        for rank in self.ranks:
+            rank._here = attrs.evolve(rank._here, device=device)
 
     def lose(self, rank, seen_after=0.0):
         """From now on there is nobody in this place, which shows so many seconds after each call."""
@@ -79,4 +92,4 @@ def _serve(rank, line):
         for reply in rank.stream(request, large) if request.streams else [rank.run(request, large)]:
             answer = pickle.loads(pickle.dumps(reply)).linked(reply.large)
             future.set_result(answer)
-            future = answer.rest
+            future = answer.next_reply

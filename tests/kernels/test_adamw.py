@@ -10,6 +10,7 @@ from fppo_kernels import table
 from fppo_kernels.adamw import adamw_, reference_
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", table.BUILTIN["adamw"])
 def test_adamw_kernels_keep_the_laws(name):
     laws.check_adamw(table.get("adamw", name))

@@ -57,6 +57,7 @@ FEW = attrs.evolve(OPERATION, sizes=((0, 0), (2, 2), (4, 7), (2, 130)))
 SLOW = ("eager",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in KERNELS])
 def test_kernels_keep_the_laws(name):
     if reason := table.available("attention")[name]:
@@ -230,6 +231,7 @@ def stand_in(query, key, value, ends, ends_of_keys, longest, longest_key, *, sca
     return eager(query, key, value, lengths=lengths, **settings)
 
 
+@pytest.mark.slow
 def test_flash_hands_its_arguments_on(monkeypatch):
     def flash_attn_varlen_func(*args, softmax_scale, **settings):
         return stand_in(*args, scale=softmax_scale, **settings)
@@ -249,6 +251,7 @@ def test_flash_hands_its_arguments_on(monkeypatch):
         flash(wide, wide, wide, lengths=make_lengths([1]), scale=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grouped", [True, False])
 def test_varlen_hands_its_arguments_on(monkeypatch, grouped):
     module = pytest.importorskip("fppo_kernels.attention.varlen")
@@ -261,6 +264,7 @@ def test_varlen_hands_its_arguments_on(monkeypatch, grouped):
             module.varlen(x, x, x, lengths=make_lengths([1]), scale=1.0, **feature)
 
 
+@pytest.mark.slow
 @given(
     sizes=st.lists(st.integers(0, 6), max_size=5),
     groups=st.integers(1, 2),

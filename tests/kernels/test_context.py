@@ -64,11 +64,13 @@ def test_one_sequence_in_two_blocks_is_the_zig_zag():
         deal([15], 4, blocks=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_gathered_keys_keep_the_laws(name):
     check_context(attention=KERNELS[name])
 
 
+@pytest.mark.slow
 def test_the_ring_keeps_the_laws():
     check_context(partial(ring_attention, tile=3))
 
@@ -88,6 +90,9 @@ def test_what_does_not_fit_is_named():
 
     with pytest.raises(ValueError, match="the attention kernel mine has no keyword key_lengths, which a context axis"):
         gathered_attention(mine, deal([16], 2), Axis(2, 0))
+    no_sinks = partial(KERNELS["sdpa"])
+    no_sinks.lacks = ("sinks",)
+    assert callable(gathered_attention(no_sinks, deal([16], 2), Axis(2, 0)))
     assert table.own("attention", mine).lacks == {"key_lengths"}
     assert table.own("attention", KERNELS["sdpa"]).lacks == table.own("glu", mine).lacks == frozenset()
     x = torch.zeros(8, 1, 2)

@@ -24,6 +24,7 @@ extern "C" void each(const float* x, float* out) {
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ for x86")
 @pytest.mark.parametrize("processor", ["-mavx2", "-mavx512f"])
 def test_exponentials_of_numbers_in_a_row_are_computed_together(processor, tmp_path):

@@ -23,6 +23,7 @@ def said(x):
     return x.codes.double() * x.unit.double()
 
 
+@pytest.mark.slow
 def test_it_keeps_the_laws_of_its_definition():
     laws.check_kernel("linear", float8, dtypes=(torch.float32, torch.bfloat16), reference=reference)
 

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fppo import advantages, laws
 from fppo_kernels import table
-from fppo_kernels.gae import scan as scans
 from fppo_kernels.gae.loop import loop
 from fppo_kernels.gae.scan import reverse_scan, scan
 
@@ -20,6 +19,7 @@ def draw(rows, width, density, seed, dtype=torch.float64):
     return rewards, values, torch.rand(rows, width, generator=generator) < density
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_gae_kernels_keep_the_laws(name):
     laws.check_gae(table.get("gae", name))
@@ -32,20 +32,12 @@ def test_gae_kernels_keep_the_laws(name):
     seed=st.integers(0, 2**31),
     gamma=st.floats(0, 1),
     lam=st.floats(0, 1),
-    chunk=st.sampled_from([1, 130, 2**19]),
 )
-def test_scan_is_the_loop(rows, width, density, seed, gamma, lam, chunk):
+@example(rows=4000, width=130, density=0.8, seed=0, gamma=0.9, lam=0.8)  # more than are scanned together
+def test_scan_is_the_loop(rows, width, density, seed, gamma, lam):
     rewards, values, mask = draw(rows, width, density, seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scans, "CPU_CHUNK", chunk)
-        found = scan(rewards, values, mask, gamma=gamma, lam=lam)
+    found = scan(rewards, values, mask, gamma=gamma, lam=lam)
     torch.testing.assert_close(found, loop(rewards, values, mask, gamma=gamma, lam=lam), rtol=1e-10, atol=1e-10)
-
-
-def test_rows_are_scanned_as_many_at_a_time_as_stay_in_the_cache(monkeypatch):
-    monkeypatch.setattr(scans, "CPU_CHUNK", 40)
-    assert [work.shape[1] for _, work in scans._chunks(torch.zeros(7, 20))] == [2, 2, 2, 1]
-    assert [work.shape[1] for _, work in scans._chunks(torch.zeros(2, 50))] == [1, 1]
 
 
 @pytest.mark.skipif("cpp" not in NAMES, reason=str(table.available("gae")["cpp"]))
@@ -88,15 +80,13 @@ def test_long_rows_neither_overflow_nor_drift(dtype, tolerance, gamma, lam):
     width=st.sampled_from([0, 1, 2, 5, 63, 64, 65, 200]),
     seed=st.integers(0, 2**31),
     low=st.sampled_from([-1.0, 0.0, 0.9]),
-    chunk=st.sampled_from([1, 130, 2**19]),
 )
-def test_reverse_scan_is_its_recurrence(rows, width, seed, low, chunk):
+@example(rows=4000, width=130, seed=0, low=0.9)  # more than are scanned together
+def test_reverse_scan_is_its_recurrence(rows, width, seed, low):
     x, decay, _ = draw(rows, width, 1.0, seed)
     decay = low + (1 - low) * torch.sigmoid(decay)
     kept = x.clone(), decay.clone()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scans, "CPU_CHUNK", chunk)
-        found, same = reverse_scan(x, decay), reverse_scan(x, 0.9)
+    found, same = reverse_scan(x, decay), reverse_scan(x, 0.9)
     for result, factors in ((found, decay), (same, torch.full_like(x, 0.9))):
         carry, columns = torch.zeros(rows, dtype=x.dtype), []
         for t in reversed(range(width)):
@@ -149,6 +139,7 @@ def discounts_the_value_once_more(rewards, values, mask, *, gamma=1.0, lam=1.0):
     return found[0], found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "law"),
     [

@@ -142,6 +142,7 @@ def liger_layers(monkeypatch):
         sys.modules.pop(place, None)
 
 
+@pytest.mark.slow
 def test_norms_and_gated_activations_keep_the_laws(liger_layers):
     for op, kernel in zip(LAYERS, liger_layers, strict=True):
         laws.check_kernel(op, kernel, lacks=table.BUILTIN[op]["liger"].lacks, dtypes=(torch.float32,))

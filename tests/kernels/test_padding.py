@@ -22,6 +22,7 @@ shapes = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unpad", table.BUILTIN["unpad"])
 @pytest.mark.parametrize("pad", table.BUILTIN["pad"])
 def test_padding_keeps_the_laws(unpad, pad):
@@ -183,6 +184,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("unpad", "pad", "law", "words"), MISTAKES, ids=lambda x: getattr(x, "__name__", ""))
 def test_each_mistake_in_padding_breaks_its_law(unpad, pad, law, words):
     with pytest.raises(laws.LawViolation, match=words) as caught:

@@ -23,6 +23,7 @@ KERNELS = table.BUILTIN["attention"]
 ON_CPUS = [name for name in ("eager", "sdpa", "cpp") if KERNELS[name].refuse() is None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x == "flex" else x for x in KERNELS])
 def test_every_kernel_keeps_the_laws_with_shared_pieces(name, monkeypatch):
     if (reason := table.available("attention")[name]) and name != "flex":
@@ -149,6 +150,7 @@ def alone(pieces, device="cpu", share=shared.share):
 MISTAKES = [(other_prompt, "values"), (one_reader, "gradients"), (alone, "values")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wrong", "law"), MISTAKES)
 def test_the_laws_see_mistakes(wrong, law, monkeypatch):
     monkeypatch.setattr(importlib.import_module("fppo.laws.shared"), "share", wrong)
@@ -157,6 +159,7 @@ def test_the_laws_see_mistakes(wrong, law, monkeypatch):
     assert caught.value.law == law
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "name"), enumerate(("query", "key", "value", "sinks")))
 def test_the_laws_see_a_gradient_that_one_argument_lacks(place, name):
     def constant(made):
@@ -172,6 +175,7 @@ def test_the_laws_see_a_gradient_that_one_argument_lacks(place, name):
     assert caught.value.law == "gradients"
 
 
+@pytest.mark.slow
 def test_the_laws_see_gradients_in_two_orders():
     """As atomics would add them: here, in an order that changes with each call."""
     calls = iter(range(10**6))

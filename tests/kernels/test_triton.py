@@ -38,6 +38,7 @@ def test_under_the_interpreter():
     assert run("interpreted", *CHECKS, interpret="1").count("held") == len(CHECKS)
 
 
+@pytest.mark.slow
 @needs_triton
 def test_compiles_for_hopper():
     found = run("compiled_for_hopper", interpret="0")

@@ -14,11 +14,13 @@ from fppo_kernels.padding import make_lengths
 KERNELS = {name: table.get("attention", name) for name in ("sdpa", "eager")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 def test_keeps_its_laws(name):
     check_ulysses(attention=KERNELS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @settings(max_examples=10)

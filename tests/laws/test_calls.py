@@ -103,6 +103,7 @@ BAD: list[tuple[str, Any, str, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "kernel", "name", "words"), BAD, ids=[f"{x[0]}-{x[3]}-{i}" for i, x in enumerate(BAD)])
 def test_what_a_kernel_ignores_of_what_a_model_asks_is_named(op, kernel, name, words):
     with pytest.raises(LawViolation) as caught:
@@ -118,6 +119,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 GOOD = [("gemma2", FLOAT32), ("gemma2", BFLOAT16), ("gpt_oss", FLOAT32), ("cohere", BFLOAT16), ("qwen3", BFLOAT16)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), [*GOOD, ("gpt2", torch.float16)])
 def test_every_kernel_of_the_library_keeps_the_calls_of_every_kind_of_model(name, dtype):
     """Also as a user's own, under another name."""
@@ -141,6 +143,7 @@ def test_operations_that_the_model_never_asks_for_are_not_tried():
     screen_calls("attention", ignores(eager, "window", "softcap", "sinks"), model_of("qwen2"))
 
 
+@pytest.mark.slow
 def test_what_an_own_kernel_says_that_it_lacks_is_left_out_by_laws_and_needed_by_models():
     def mine(query, key, value, *, lengths, scale, window=None, softcap=None, sinks=None):
         return eager(query, key, value, lengths=lengths, scale=scale, window=window)

@@ -10,6 +10,7 @@ from fppo.advantages import Advantages
 from fppo.laws import _search
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
 def test_group_estimators_keep_the_laws(name):
     laws.check_advantages(getattr(advantages, name))
@@ -116,6 +117,7 @@ def in_place(scores, mask, groups):
     return advantages.rloo(scores, mask, groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "law"),
     [
@@ -158,6 +160,7 @@ def test_an_estimator_that_takes_no_groups_of_one_is_told_how_to_say_so():
     assert caught.value.law == "shape"
 
 
+@pytest.mark.slow
 def test_each_law_of_order_can_be_left_out():
     with pytest.raises(laws.LawViolation, match="give higher_scores=False"):
         laws.check_advantages(negated)
@@ -196,6 +199,7 @@ def without_factor(scores, mask, groups):
     return advantages.grpo(scores, mask, groups, scale="none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("estimator", "mistake", "slow"),
     [
@@ -217,6 +221,7 @@ def test_without_a_reference_factors_and_lengths_go_unseen(mistake, few):
     laws.check_advantages(mistake)
 
 
+@pytest.mark.slow
 def test_an_estimator_in_single_precision_is_checked_in_that():
     with pytest.raises(laws.LawViolation, match=r"precision; if that is meant, give dtype=torch\.float32"):
         laws.check_advantages(single_precision)
@@ -334,6 +339,7 @@ def kept_mean(x, mask, eps=0.0):
     return (whitened + mean).where(mask, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("whiten", "keywords"),
     [

@@ -65,6 +65,7 @@ CLAIMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_a_claim_holds_in_expectation(claim):
     estimator, how = CLAIMS[claim]

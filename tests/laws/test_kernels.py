@@ -26,6 +26,7 @@ def of_sizes(*sizes):
 CPP = [] if table.available("log_probs")["cpp"] else ["cpp"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["reference", *(pytest.param(x, marks=pytest.mark.slow) for x in ("chunked", *CPP))])
 def test_log_prob_kernels_keep_the_laws(name, monkeypatch):
     """In some sizes: those between are for smaller counter-examples."""
@@ -216,6 +217,7 @@ def test_each_mistake_in_log_probs_breaks_its_law(mistake, law, words, monkeypat
     assert large or len(caught.value.example["labels"]) <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", [moves_a_label(64), drops_a_logit(8192, 8191)])
 def test_labels_and_logits_that_are_lost_at_borders_of_blocks_show(mistake):
     with pytest.raises(laws.LawViolation, match="kernel breaks") as caught:

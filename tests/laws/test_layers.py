@@ -19,6 +19,7 @@ KERNELS = [(op, name) for op in table.INSIDE for name, reason in table.available
 ROUNDED = ("triton", "liger", "float8")  # which have tests of their own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "name"), [pair for pair in KERNELS if pair[1] not in ROUNDED])
 def test_kernels_keep_the_laws(op, name):
     laws.check_kernel(op, table.get(op, name))
@@ -108,6 +109,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "mistake", "law", "words"), MISTAKES, ids=lambda x: getattr(x, "__name__", ""))
 def test_each_mistake_breaks_its_law(op, mistake, law, words):
     with pytest.raises(laws.LawViolation, match=words) as caught:

@@ -115,6 +115,7 @@ def test_the_large_meshes_keep_the_law():
             assert layout._outcomes_differ(expected, outcome, 1e-10) is None, f"{head} {drawn}"
 
 
+@pytest.mark.slow
 def test_every_mesh_and_stage_takes_its_turn():
     """All of them, if so many are asked for, in an order that the seed gives."""
     orders = []
@@ -224,8 +225,8 @@ MISTAKES = {
     "metrics": ("replicate", loop, "data_metrics", lambda x, mesh: x),
     "rounds": ("shard", loop, "rounds", own_rounds),
     "all rows": ("replicate", loop, "shares", all_rows),
-    "norm": ("shard", optimizers, "_global_norm", own_norm),
-    "norm of stages": ("pipeline", optimizers, "_global_norm", own_norm),
+    "norm": ("shard", optimizers, "global_norm", own_norm),
+    "norm of stages": ("pipeline", optimizers, "global_norm", own_norm),
     "lost rows": ("replicate", loop, "shares", none_for_the_last),
 }
 
@@ -255,6 +256,7 @@ def test_a_loss_with_a_local_mean_is_caught(few):
     assert caught.value.law == "layout"
 
 
+@pytest.mark.slow
 def test_an_update_that_rolls_dice_is_caught():
     dice = torch.Generator().manual_seed(0)
 

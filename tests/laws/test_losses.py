@@ -17,6 +17,7 @@ def selected(log_probs, old_log_probs, advantages, mask):
     return {"selected": (advantages > 0.3) & mask}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "sapo", "gpg", "cispo", "dppo_tv", "dppo_kl", "dro", "vespo"])
 def test_policy_losses_keep_the_laws(name):
     laws.check_policy_loss(getattr(losses, name))
@@ -228,6 +229,7 @@ def check_lines(error, mistake, law):
         assert torch.equal(scope["log_probs"], scope["old_log_probs"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mistake", "law", "rows", "words"), MISTAKES, ids=lambda x: getattr(x, "__name__", ""))
 def test_each_mistake_breaks_its_law(mistake, law, rows, words):
     with pytest.raises(laws.LawViolation, match=words) as caught:
@@ -243,6 +245,7 @@ def test_each_mistake_breaks_its_law(mistake, law, rows, words):
         check_lines(error, mistake, law)
 
 
+@pytest.mark.slow
 def test_a_value_loss_without_the_half_breaks_the_last_law(few):
     def doubled(values, old_values, returns, mask):
         loss, metrics = losses.value_loss(values, old_values, returns, mask)
@@ -277,11 +280,13 @@ def around_returns(values, old_values, returns, mask):
     return loss, metrics
 
 
+@pytest.mark.slow
 def test_what_agrees_with_a_reference_away_from_old_passes():
     laws.check_policy_loss(partial(losses.ppo_clip, dual_clip=None), reference=clipped)
     laws.check_policy_loss(losses.kl_cov, extras=selected, reference=losses.kl_cov)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", [min_for_max, not_pessimistic, partial(clipped, high=0.3), losses.gpg])
 def test_what_a_loss_does_away_from_old_is_held_against_a_reference(mistake, few):
     laws.check_policy_loss(mistake)
@@ -290,6 +295,7 @@ def test_what_a_loss_does_away_from_old_is_held_against_a_reference(mistake, few
     assert caught.value.law == "reference"
 
 
+@pytest.mark.slow
 def test_a_value_loss_is_held_against_a_reference():
     laws.check_value_loss(around_returns)
     with pytest.raises(laws.LawViolation, match="as of value_loss") as caught:
@@ -297,6 +303,7 @@ def test_a_value_loss_is_held_against_a_reference():
     assert caught.value.law == "reference"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", [single_precision, half_way])
 def test_a_loss_in_single_precision_is_checked_in_that(mistake):
     with pytest.raises(laws.LawViolation, match="give dtype=torch"):
@@ -307,11 +314,13 @@ def test_a_loss_in_single_precision_is_checked_in_that(mistake):
         laws.check_policy_loss(mistake, dtype=torch.float16)
 
 
+@pytest.mark.slow
 def test_our_losses_keep_the_laws_in_single_precision():
     laws.check_policy_loss(losses.ppo_clip, dtype=torch.float32)
     laws.check_value_loss(losses.value_loss, dtype=torch.float32)
 
 
+@pytest.mark.slow
 def test_a_message_names_the_way_out_and_shows_what_is_bound():
     with pytest.raises(laws.LawViolation, match='give reinforce=None, or reinforce="row"') as caught:
         laws.check_policy_loss(partial(losses.gmpo, clip_low=torch.tensor(0.25)))
@@ -322,6 +331,7 @@ def test_a_message_names_the_way_out_and_shows_what_is_bound():
         laws.check_value_loss(wrong_sign)
 
 
+@pytest.mark.slow
 def test_a_metric_may_be_a_sum():
     def counted(log_probs, old, advantages, mask):
         return reinforce(log_probs, old, advantages, mask)[0], {"tokens": total(mask.sum())}
@@ -329,6 +339,7 @@ def test_a_metric_may_be_a_sum():
     laws.check_policy_loss(counted)
 
 
+@pytest.mark.slow
 def test_gmpo_keeps_reinforce_along_rows_alone():
     with pytest.raises(laws.LawViolation, match="REINFORCE"):
         laws.check_policy_loss(losses.gmpo)
@@ -336,6 +347,7 @@ def test_gmpo_keeps_reinforce_along_rows_alone():
         laws.check_policy_loss(losses.gmpo, reinforce="rows")
 
 
+@pytest.mark.slow
 def test_a_breach_is_the_same_in_every_run():
     texts = set()
     for _ in range(2):

@@ -10,8 +10,9 @@ import torch
 
 from fppo import laws
 from fppo.laws import whole
+from fppo.laws._rows import metrics_differ
 from fppo.laws._search import LawExample
-from fppo.laws.losses import COMMON, POLICY, VALUES, metrics_differ, policy_suite, value_suite
+from fppo.laws.losses import COMMON, POLICY, VALUES, policy_suite, value_suite
 from fppo.metrics import Max, Mean, Min, Sum, masked_mean, total
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [1, 1, 0, 0]]).bool()

@@ -9,6 +9,7 @@ import torch
 from fppo import advantages, losses
 from fppo.advantages import Advantages
 from fppo.laws import temporal, weights
+from fppo.laws._rows import reference_differs
 from fppo.laws._search import SEEDS, SIZES, LawExample
 from fppo.laws.estimators import advantages_suite, token_example, whiten_suite
 from fppo.laws.temporal import gae_suite, temporal_suite
@@ -504,7 +505,7 @@ CORRECTED = {
         "masked garbage": weights._garbage,
         "inside": weights._inside,
         "equal policies": weights._equal_policies,
-        "reference": partial(weights._as_reference, correction()),
+        "reference": partial(reference_differs, weights._corrected, correction()),
     }.items()
 }
 

@@ -422,6 +422,7 @@ def test_a_skipped_step_and_the_others_in_the_list_change_no_bit(part, name):
         assert "as alone" in found
 
 
+@pytest.mark.slow
 def test_steps_of_adamw_are_tried_with_every_scalar():
     seen = []
 

@@ -26,6 +26,7 @@ def kernels():
                 yield pytest.param(op, name, id=f"{op}-{name}", marks=slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "name"), kernels())
 def test_kernels_go_through_the_transforms_of_their_record(op, name):
     operation, implementation = operation_of(op), table.BUILTIN[op][name]

@@ -13,6 +13,7 @@ from fppo.steps.actor import PolicyTerms, UpdateActor
 HOT = PolicyTerms(temperature=0.7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_fn", [losses.ppo_clip, losses.gspo, losses.cispo, losses.gpg])
 def test_an_update_is_the_gradient_of_the_expected_score(loss_fn):
     laws.check_update_gradient(partial(UpdateActor, loss_fn=loss_fn, terms=HOT), temperature=0.7)
@@ -25,6 +26,7 @@ def test_a_kl_term_is_that_of_the_distributions(kind):
     laws.check_update_gradient(make, temperature=0.7, kl_coef=0.3)
 
 
+@pytest.mark.slow
 def test_defaults_are_the_library_s_own_update():
     laws.check_update_gradient()
     laws.check_update_gradient(temperature=1.3, kl_coef=0.2)
@@ -53,6 +55,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_a_mistake_is_seen(name):
     make, text = WRONG[name]
@@ -63,6 +66,7 @@ def test_a_mistake_is_seen(name):
     assert "26 rows in all" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("packed", "words"), [(True, "packed, in micro-batches of 3"), (False, "padded, in micro-batches of 26")]
 )
@@ -75,6 +79,7 @@ def test_a_mistake_of_packed_or_of_padded_rows_alone_is_seen(packed, words):
         laws.check_update_gradient(make)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_no_number_is_seen():
     def make(**how):
         own = _made(lambda batch: batch)(**how)

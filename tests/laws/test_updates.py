@@ -157,6 +157,7 @@ def test_a_term_of_ones_own_objective_counts_once_for_a_mini_batch_under_any_nam
         assert found[name] == pytest.approx(sum(part[name] for part in parts) / 2), name
 
 
+@pytest.mark.slow
 def test_a_term_that_counts_once_for_a_micro_batch_is_caught():
     with pytest.raises(laws.LawViolation, match="metric mine/squares") as caught:
         laws.check_update_fn(partial(own_update, report=metrics.mean), modes=("token-mean",))
@@ -176,6 +177,7 @@ def actor_step(state, donate=False):
     )(state, tiny.experience(state.step, 4), donate=donate)[0]
 
 
+@pytest.mark.slow
 def test_training_resumes_from_its_checkpoints_bit_for_bit(tmp_path):
     state = init_state(PARAMS, OPTIMIZER)
 

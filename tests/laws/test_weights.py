@@ -35,12 +35,14 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", SETTINGS)
 def test_the_library_s_correction_keeps_the_laws(how):
     reference = partial(references.losses.rollout_correction, **how)
     laws.check_correction(partial(losses.rollout_correction, **how), reference=reference)
 
 
+@pytest.mark.slow
 def test_mistakes_of_a_correction_are_seen():
     own = losses.rollout_correction
 

@@ -12,6 +12,7 @@ from fppo.laws.whole import LAWS, POLICY_LAW
 token_mean = laws.whole_loss(losses.ppo_clip, "token-mean")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", losses.MODES)
 def test_every_mode_keeps_the_laws(mode):
     laws.check_whole_loss(laws.whole_loss(losses.ppo_clip, mode, horizon=9 if mode.endswith("norm") else None))
@@ -91,6 +92,7 @@ def found_in(mistake):
     return {verdict.law: verdict for verdict in laws.verdicts(mistake, kind="whole_loss")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", MISTAKES)
 def test_every_law_notices_its_mistake(law):
     mistake, outcome = MISTAKES[law]
@@ -99,12 +101,14 @@ def test_every_law_notices_its_mistake(law):
     assert found[law].example.keys() == {"log_probs", "old_log_probs", "advantages", "mask"}
 
 
+@pytest.mark.slow
 def test_an_empty_micro_batch_holds_numbers_that_a_loss_could_fall_back_to():
     """So padding may: a loss of all tokens, where none is in the mask, is no 0."""
     found = found_in(all_tokens_of_none)
     assert {law for law, verdict in found.items() if verdict.outcome == "fault"} == {"empty micro-batch"}
 
 
+@pytest.mark.slow
 def test_the_first_fault_is_raised():
     with pytest.raises(laws.LawViolation, match="micro-batches of 1 and 1"):
         laws.check_whole_loss(mean_of_means)
@@ -126,6 +130,7 @@ def test_a_function_that_raises_is_a_fault_under_every_law(kind):
     assert all("it raised RuntimeError: no loss today" in (verdict.reason or "") for verdict in found)
 
 
+@pytest.mark.slow
 def test_the_smallest_whole_loss_keeps_every_law():
     assert {verdict.outcome for verdict in laws.verdicts(reinforce, kind="whole_loss")} == {"holds"}
 
@@ -135,6 +140,7 @@ def test_a_mean_of_means_breaks_no_law_but_those_of_cuts():
     assert broken == {"micro-batches", "width of micro-batches", "uneven micro-batches"}
 
 
+@pytest.mark.slow
 def test_a_reference_of_another_mode_is_noticed():
     other = laws.whole_loss(losses.ppo_clip, "seq-mean-token-mean")
     *_, last = laws.verdicts(token_mean, kind="whole_loss", reference=other)
@@ -142,6 +148,7 @@ def test_a_reference_of_another_mode_is_noticed():
     assert "as of ppo_clip, seq-mean-token-mean" in (last.reason or "")
 
 
+@pytest.mark.slow
 def test_a_value_loss_with_a_wrong_sign_is_a_fault():
     def wrong(*tensors, pieces, whole):
         return -laws.whole_loss(losses.value_loss, "token-mean")(*tensors, pieces=pieces, whole=whole)
@@ -185,6 +192,7 @@ def skips_none(rewards, values, mask, *, gamma, lam):
     return advantages, advantages + values
 
 
+@pytest.mark.slow
 def test_masked_steps_of_gae_are_a_fault_and_the_rest_outside_the_mask_a_note():
     found = {verdict.law: verdict.outcome for verdict in laws.verdicts(skips_none, kind="gae")}
     assert found["masked steps"] == found["definition"] == "fault"
@@ -204,6 +212,7 @@ def test_arguments_that_a_kind_does_not_take_are_refused(more, words):
         laws.verdicts(reinforce, **more)
 
 
+@pytest.mark.slow
 def test_verdicts_of_our_own_functions_hold():
     from fppo import advantages
 

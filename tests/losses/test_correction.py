@@ -191,6 +191,7 @@ def test_scopes_agree_on_rows_of_one_token(batch):
         assert all(torch.equal(mask, masks[0]) for mask in masks)
 
 
+@pytest.mark.slow
 @given(batches())
 def test_equal_policies_weigh_one_and_reject_nothing(batch):
     for level, threshold, reject_threshold in product(losses.LEVELS, ((0.999, 1.001), (1.0, 1.0)), (1.01, 1.0)):

@@ -20,6 +20,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n == "hl_gauss" else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_a_loss_is_its_formula_and_keeps_the_laws(name):
     scalars, outputs = CASES[name]

@@ -25,6 +25,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 TOKENS = torch.tensor([[5, 7, 3, 9]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
 def test_a_model_with_router_biases_is_transformers_model(name, tmp_path):
     model, params = make(name, dtype=torch.float32)

@@ -54,7 +54,7 @@ def outcome(mesh, name, stage=3, checkpoint_layers=False, edit=lambda params: pa
     grads = gradient_sum(grads, mesh)
     layout, sharded = model.layout, mesh.sharded
     own = [g if layout is None or layout.owns(n, sharded=sharded) else g[:0] for n, g in grads.items()]
-    norm = optimizers._global_norm(own, mesh)
+    norm = optimizers.global_norm(own, mesh)
     return data_sum(value, mesh), models.whole_params(model, grads, mesh), norm
 
 
@@ -69,6 +69,7 @@ def assert_same(found, expected, tolerance=1e-11):
             assert difference < tolerance, f"{name}: {difference:.1e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "axes"), CASES)
 def test_experts_on_several_ranks_are_those_of_one(name, axes):
     skip_without_plan(name)
@@ -121,6 +122,7 @@ def test_what_travels_is_the_rows_of_experts_elsewhere(monkeypatch):
     assert 0 < elsewhere < 2 * 2 * 2 * 8  # of two layers, ranks and choices of 8 tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
 def test_the_probe_at_load_accepts_what_fits(name, monkeypatch):
     model, _ = make(name)

@@ -49,6 +49,7 @@ def assert_grads_close(got, expected):
         torch.testing.assert_close(got[name], expected[name], rtol=1e-10, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_equals_transformers(name):
     model, params = make(name)

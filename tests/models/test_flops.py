@@ -22,10 +22,17 @@ def made(name):
     return make(name)[0]
 
 
+def windows_of(model):
+    """The window of each layer in tokens; None: all tokens before."""
+    kinds = getattr(model.config, "layer_types", None) or ["sliding_attention"] * len(model.layers)
+    window = getattr(model.config, "sliding_window", None)
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_matrix_products_equal_those_counted(name):
     model, params = make(name, dtype=torch.float32)
-    model.skeleton.config._experts_implementation = "eager"  # grouped products are not counted
+    model.skeleton.set_experts_implementation("eager")  # grouped products are not counted
     lengths = [4, 2, 5]
     kernels = Kernels.named(attention="eager")
     attend = models.packed_attention(kernels.attention, make_lengths(lengths))
@@ -36,14 +43,10 @@ def test_matrix_products_equal_those_counted(name):
         _ = hidden @ head.weight.T
     counted = counter.get_flop_counts()["Global"]
     products = sum(n for op, n in counted.items() if op is not torch.ops.aten.bmm)  # bmm: attention and rotations
-    attention = sum(flops._attention(model, layer, lengths) for layer in range(2))
-    assert flops.forward_flops(model, lengths) == products + attention
     width = model.config.num_attention_heads * (getattr(model.config, "head_dim", None) or 4)
     visible = {None: 4 * 5 / 2 + 2 * 3 / 2 + 5 * 6 / 2, 3: (6 + 3) + 3 + (6 + 6)}
-    kinds = getattr(model.config, "layer_types", None) or ["sliding_attention"] * 2
-    window = getattr(model.config, "sliding_window", None)
-    pairs = sum(visible[window if kind == "sliding_attention" else None] for kind in kinds)
-    assert attention == 4 * width * pairs
+    pairs = sum(visible[window] for window in windows_of(model))
+    assert flops.forward_flops(model, lengths) == products + 4 * width * pairs
 
 
 def test_head_tokens_and_training():
@@ -63,8 +66,8 @@ def test_shared_beginnings_are_not_computed_again(name, pieces):
     heads = model.config.num_attention_heads
     each = 4.0 * heads * (getattr(model.config, "head_dim", None) or model.config.hidden_size // heads)
     pairs = sum(
-        min(place + 1, flops._window(model, layer) or place + 1)
-        for layer in range(len(model.layers))
+        min(place + 1, window or place + 1)
+        for window in windows_of(model)
         for before, size in pieces
         for place in range(before, before + size)
     )

@@ -28,6 +28,7 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cache" / "fppo" / "gguf"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*SIMPLE, *gguf_world.FACTORS])
 def test_weights_are_those_that_gguf_dequantises(tmp_path, kind):
     wide = kind in gguf_world.FACTORS  # in blocks of 256
@@ -67,6 +68,7 @@ def test_the_tokenizer_is_the_one_that_was_written(tmp_path):
     assert shown == "<user>7<eos><assistant>"
 
 
+@pytest.mark.slow
 def test_what_is_unpacked_is_an_ordinary_directory_made_once(tmp_path):
     model, params = llama()
     write(tmp_path / "a.gguf", model, params, kind="Q8_0")
@@ -83,6 +85,7 @@ def test_what_is_unpacked_is_an_ordinary_directory_made_once(tmp_path):
     assert models.load(tmp_path / "a.gguf")[0].config.hidden_size == 32
 
 
+@pytest.mark.slow
 def test_files_beside_it_are_not_read(tmp_path):
     write(tmp_path / "a.gguf", *llama())
     models.save_config(llama(32)[0], tmp_path / "other")

@@ -108,11 +108,11 @@ def test_experts_run_adapted_by_each_of_transformers_kernels(name, kind):
     adapter = noisy(adapter)
     merged = lora.merged(adapted, adapter)
     expected = logits(merged, model=model)
-    adapted.skeleton.config._experts_implementation = kind
+    adapted.skeleton.set_experts_implementation(kind)
     try:
         torch.testing.assert_close(logits(adapter, model=adapted), expected, rtol=1e-4, atol=1e-5)
     finally:
-        adapted.skeleton.config._experts_implementation = "eager"
+        adapted.skeleton.set_experts_implementation("eager")
 
 
 def test_every_adapted_weight_has_a_draw_of_its_own():

@@ -111,6 +111,7 @@ def hold_each(probe: Probe, place: Path) -> None:
         assert refused is not None or not known or targets != ("all-linear",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FEW, *(pytest.param(x, marks=pytest.mark.slow) for x in CONFIGS if x not in FEW)])
 def test_an_exported_adapter_is_what_was_trained_or_known_to_be_none(name, tmp_path, unwarned):
     hold_each(make_probe(models.build(CONFIGS[name])), tmp_path)

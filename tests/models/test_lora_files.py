@@ -10,9 +10,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, Qwen3MoeConfig
 
+from fppo import models
 from fppo.key import Key
 from fppo.models import lora, lora_files
 from fppo.models.adapted import Lora
+from fppo.models.place import own_params
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
@@ -23,9 +25,10 @@ from tests.models.test_lora import noisy
 FAMILIES = ("llama", "qwen2", "gpt2", "qwen3_moe", "gpt_oss")
 
 
-def made(name, directory, *, targets=("all-linear",), scaling="rslora"):
+def made(name, directory, *, targets=("all-linear",), scaling="rslora", exclude=()):
     model, params = families.make(name)
-    model, adapter = lora.adapt(model, params, Lora(3, 6.0, targets, scaling), key=Key(3), dtype=torch.float64)
+    spec = Lora(3, 6.0, targets, scaling, exclude)
+    model, adapter = lora.adapt(model, params, spec, key=Key(3), dtype=torch.float64)
     adapter = noisy(adapter)
     lora_files.save(model, adapter, directory, base="somewhere")
     return model, params, adapter
@@ -209,6 +212,16 @@ def test_what_peft_means_otherwise_or_refuses_is_no_adapter_of_its_files(tmp_pat
     assert lora_files.obstacle(adapted) is None
 
 
+def merged_by_peft(peft, model, params, directory, *, again=None):
+    """The whole model that peft makes of the adapter in a directory, which it may write `again`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peft.PeftModel.from_pretrained(families.plain(model.plain, params), str(directory))
+        if again is not None:
+            theirs.save_pretrained(again, save_embedding_layers=False)
+        return theirs.merge_and_unload()
+
+
 @pytest.mark.parametrize(
     ("name", "targets"),
     [(name, ("all-linear",)) for name in FAMILIES] + [("llama", ("q_proj", "embed_tokens", "lm_head"))],
@@ -217,15 +230,71 @@ def test_peft_computes_the_same_and_its_own_file_reads_back_equal(name, targets,
     peft = pytest.importorskip("peft")
     model, params, adapter = made(name, tmp_path / "a", targets=targets)
     merged = lora.merged(model, adapter)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = peft.PeftModel.from_pretrained(families.plain(model.plain, params), str(tmp_path / "a"))
-        theirs.save_pretrained(tmp_path / "b", save_embedding_layers=False)
-        weights = dict(theirs.merge_and_unload().named_parameters())
+    weights = dict(merged_by_peft(peft, model, params, tmp_path / "a", again=tmp_path / "b").named_parameters())
     for each, x in merged.items():
         torch.testing.assert_close(weights[each], x, rtol=1e-12, atol=1e-12)
     _, back = read(model, params, tmp_path / "b")
     assert all(torch.equal(back[name], x) for name, x in adapter.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "exclude", "left_out"),
+    [
+        ("qwen2", ("down_proj", "model.layers.1.self_attn.*"), lambda x: "down_proj" in x or "layers.1.self_attn" in x),
+        ("gpt2", ("h.0.mlp.c_fc", "attn.c_proj"), lambda x: "h.0.mlp.c_fc" in x or "attn.c_proj" in x),
+        ("qwen3_moe", ("self_attn.q_proj", "experts.down_proj"), lambda x: "q_proj" in x or "experts.down" in x),
+    ],
+)
+def test_what_is_excluded_has_no_adapter_and_peft_adapts_the_same_modules_from_names_and_exclusions(
+    name, exclude, left_out, tmp_path
+):
+    """PEFT from the file computes the same. From the ends of all names it adapts what the exclusions leave."""
+    peft = pytest.importorskip("peft")
+    model, params, adapter = made(name, tmp_path / "a", exclude=exclude)
+    every = lora.places_of(model.plain, ("all-linear",))
+    places = lora.frozen_of(model).places
+    assert places.keys() == {each for each in every if not left_out(each)}
+    weights = dict(merged_by_peft(peft, model, params, tmp_path / "a").named_parameters())
+    for each, x in lora.merged(model, adapter).items():
+        torch.testing.assert_close(weights[each], x, rtol=1e-12, atol=1e-12)
+    modules = [each.removesuffix(".weight") for each in every if each.endswith(".weight")]
+    own = json.loads((tmp_path / "a" / "adapter_config.json").read_text())["exclude_modules"]
+    assert own == sorted(each for each in modules if left_out(each))
+    config = peft.LoraConfig(target_modules={each.rpartition(".")[2] for each in modules}, exclude_modules=own)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peft.get_peft_model(families.plain(model.plain, params), config)
+    found = {each for each, x in theirs.base_model.model.named_modules() if hasattr(x, "lora_A")}
+    assert found == {each.removesuffix(".weight") for each in places if each.endswith(".weight")}
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_ranks_with_parts_of_a_model_write_what_one_process_does_of_an_adapter_with_exclusions(axis, tmp_path):
+    spec, key = Lora(3, 6.0, exclude=("down_proj", "layers.1.self_attn.q_proj")), Key(3)
+    model, params = families.make("qwen2")
+    lora_files.save(*lora.adapt(model, params, spec, key=key), tmp_path / "a", base="somewhere")
+
+    def run(mesh):
+        placed = models.place(model, mesh)
+        adapted, own = lora.adapt(placed, own_params(placed, params, mesh), spec, key=key, mesh=mesh)
+        lora_files.save(adapted, own, tmp_path / "b", base="somewhere", mesh=mesh)
+
+    simulate({axis: 2}, run)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_an_exclusion_that_matches_nothing_suggests_the_nearest():
+    model, params = families.make("qwen2")
+    for exclude, text in {
+        ("down_prj",): r"exclude \['down_prj'\] names no weight that targets name; did you mean 'down_proj'\?",
+        ("embed_tokens",): r"exclude \['embed_tokens'\] names no weight that targets name",
+        ("*",): "leaves none of the weights",
+    }.items():
+        with pytest.raises(ValueError, match=text):
+            lora.adapt(model, params, Lora(2, 4.0, exclude=exclude), key=Key(0))
+    value, whole = families.make("qwen2", head="value")
+    lora.adapt(value, whole, Lora(2, 4.0, ("all-linear", "lm_head"), exclude=("lm_head",)), key=Key(0))
 
 
 @pytest.mark.parametrize("scaling", ["standard", "rslora"])
@@ -252,6 +321,7 @@ def test_the_config_says_all_of_an_adapter(name, scaling, tmp_path):
         "target_modules": attention if stacks else [each for each in places if not each.endswith(".bias")],
         "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if stacks else None,
         "fan_in_fan_out": name == "gpt2",
+        "exclude_modules": None,
     }
     read_back = lora_files.read_config(tmp_path / "a")
     assert attrs.evolve(read_back, targets=("x",)) == Lora(3, 6.5, ("x",), scaling)

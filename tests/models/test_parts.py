@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 
 from fppo import models, tree
 from fppo.key import Key
@@ -47,9 +47,11 @@ def mesh_of(ranks, rank):
 
 @pytest.fixture
 def never_whole(monkeypatch):
-    monkeypatch.setattr(loading, "_read_whole", None)
+    """transformers would read all of a model; a rank does not ask it to."""
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("never_whole")
 @pytest.mark.parametrize(
     ("name", "head"), [*((name, "lm") for name in CONFIGS), *((name, "value") for name in ("qwen2", "gpt2", "opt"))]

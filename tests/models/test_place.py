@@ -77,6 +77,7 @@ def test_every_stage_says_what_a_checkpoint_lacks(tmp_path):
     simulate({"pipeline": 2}, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 def test_a_critic_is_read_and_written(tmp_path, axis):
     model, params = tiny.model_and_params("value", dtype=torch.float32)

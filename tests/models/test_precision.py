@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from fppo import models
 from fppo.key import Key
 from fppo.models import lora
-from fppo.models.model import kept_wide
+from fppo.models.model import float32_names
 from fppo.models.precision import KeepDouble, NarrowDefault
 from tests.models import families
 from tests.models.test_lora import SPEC, logits, noisy
@@ -46,7 +46,7 @@ def test_a_product_of_experts_leaves_rows_of_none_zero():
 def test_parameters_in_the_compute_dtype_are_what_a_pass_makes_of_them(name, targets):
     """With biases of norms, a tied head and one of its own, buffers that are state, and adapters, of the head too."""
     model, params = families.make(name, dtype=torch.float32, compute_dtype=torch.bfloat16)
-    targets = tuple(t for t in targets if any(lora._names(t, n) for n in params))
+    targets = tuple(t for t in targets if any(t in n.split(".") for n in params))
     if targets:
         model, params = lora.adapt(model, params, attrs.evolve(SPEC, targets=targets), key=Key(3))
         params = model.joined(noisy(params))
@@ -54,7 +54,7 @@ def test_parameters_in_the_compute_dtype_are_what_a_pass_makes_of_them(name, tar
     assert torch.equal(logits(narrow, model=model), logits(params, model=model))
     wide = {n for n, x in narrow.items() if x.dtype == torch.float32}
     head = {n for n in params if n.startswith(models.heads.vocabulary_head(model)[0])}
-    kept = kept_wide(model, torch.bfloat16)
+    kept = float32_names(model, torch.bfloat16)
     assert wide == kept | (head if set(targets) - {"q_proj"} else set())
     assert kept == ({n for n in params if ".gate." in n} if name == "deepseek_v3" else set())
 

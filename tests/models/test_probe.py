@@ -113,6 +113,7 @@ def test_an_attention_that_leaves_something_out_is_refused(feature, monkeypatch)
         models.check_model(models.build(CONFIGS[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "layers", "millions"),
     [

@@ -108,12 +108,12 @@ def test_experts_in_codes_run_by_each_of_transformers_kernels_and_keep_no_stack_
     adapted, fresh, other = on_codes(name, kind, dtype=torch.float32)
     adapter, saved = noisy(fresh), []
     _, expected = value_and_grad(partial(weighed, model=other))(adapter)
-    adapted.skeleton.config._experts_implementation = run_by
+    adapted.skeleton.set_experts_implementation(run_by)
     try:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
             _, got = value_and_grad(partial(weighed, model=adapted))(adapter)
     finally:
-        adapted.skeleton.config._experts_implementation = "eager"
+        adapted.skeleton.set_experts_implementation("eager")
     assert all(near(got[n], x, 1e-4) for n, x in expected.items())
     stacks = [form.shape for form in adapted.forms.values() if len(form.shape) == 3]
     assert stacks

@@ -46,6 +46,7 @@ def gradients(model, params, batch, output, **settings):
     return value_and_grad(loss)(params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("remove_padding", [True, False])
 @pytest.mark.parametrize(("head", "output"), [("lm", "log_probs"), ("value", "values")])
@@ -75,7 +76,7 @@ def kept(model, params, batch, kernels):
             for x in out if isinstance(out, tuple | list) else [out]:
                 if isinstance(x, torch.Tensor):
                     storage = x.untyped_storage()
-                    alive[storage._cdata] = weakref.ref(storage), storage.nbytes()
+                    alive[storage.data_ptr()] = weakref.ref(storage), storage.nbytes()
             return out
 
     leaves = {name: x.detach().requires_grad_() for name, x in params.items()}

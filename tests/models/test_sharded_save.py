@@ -48,6 +48,7 @@ def test_files_are_those_that_transformers_writes(name, tmp_path):
     assert [file for file in theirs if ours[file] != theirs[file] and file != "config.json"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "head", "axes"),
     [

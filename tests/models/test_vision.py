@@ -59,6 +59,7 @@ def test_a_mistake_with_images_is_found_when_the_model_is_loaded(name, target, m
         models.check_model(models.build(CONFIGS[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "llava"])
 def test_saved_and_loaded_it_is_the_same_model(name, tmp_path):
     _, model, _ = make(name)
@@ -168,9 +169,9 @@ def test_the_placeholder_of_images_is_that_which_the_config_names(named, token):
 def test_a_vision_tower_is_on_the_first_stage_alone():
     model = models.build(CONFIGS["qwen2_vl"])
     first, last = (set(staged(model, Axis(2, rank)).shapes) for rank in range(2))
-    assert model.seeing
-    assert model.seeing <= first
-    assert not model.seeing & last
+    assert model.vision_params
+    assert model.vision_params <= first
+    assert not model.vision_params & last
 
 
 class Blind(torch.nn.Module):

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fppo import models, tree
 from fppo.key import Key
 from fppo.models import bases
-from fppo.models.model import kept_wide, named_state
+from fppo.models.model import float32_names, named_state
 from fppo.models.several import Adapter, fitted
 from fppo.rollout.sync import reshard
 from fppo.runtime import fsdp
@@ -42,7 +42,7 @@ def of_transformers(model, params, path, dtype):
     """The dtypes of what transformers loads in `dtype`, and its module."""
     models.save(model, params, path)
     module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
-    module.config._experts_implementation = "eager"
+    module.set_experts_implementation("eager")
     return {name: x.dtype for name, x in named_state(module).items() if name not in model.buffers}, module
 
 
@@ -50,6 +50,7 @@ def kinds(model, params):
     return {name: x.dtype for name, x in params.items() if name not in model.buffers}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", NAMES)
 def test_passes_and_copies_have_the_dtypes_of_transformers(name, dtype, tmp_path):
@@ -65,7 +66,7 @@ def test_passes_and_copies_have_the_dtypes_of_transformers(name, dtype, tmp_path
     _, loaded = models.load(tmp_path / "m", dtype=dtype)
     assert kinds(model, loaded) == kinds(model, models.init_params(model, Key(0), dtype)) == expected
     sent = {}
-    for bucket in reshard(params, model.shapes, bucket_bytes=999, dtype=dtype, exact=kept_wide(model, dtype)):
+    for bucket in reshard(params, model.shapes, bucket_bytes=999, dtype=dtype, exact=float32_names(model, dtype)):
         sent |= bucket.tensors
     assert kinds(model, sent) == expected
     wide = {n for n, kind in expected.items() if kind == torch.float32}
@@ -98,6 +99,7 @@ def test_a_bfloat16_pass_gives_the_logits_of_transformers_bfloat16_model(name, a
     assert (apart > 0.1 * theirs.abs().max()).float().mean() <= 0.1  # rounding of attention may move a token
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["shard", "pipeline"])
 def test_parts_are_loaded_and_gathered_in_the_dtypes_of_whole_ones(axis, tmp_path):
     model, params = family("glm4_moe", compute_dtype=torch.bfloat16)
@@ -118,7 +120,7 @@ def test_parts_are_loaded_and_gathered_in_the_dtypes_of_whole_ones(axis, tmp_pat
 def test_adapters_follow_the_weights_that_they_adapt_and_codes_replace_no_wide_ones():
     model, params = family("qwen3", compute_dtype=torch.bfloat16)
     name = "model.layers.0.self_attn.q_proj.weight"
-    model = attrs.evolve(model, wide={torch.bfloat16: frozenset({name})})
+    model = attrs.evolve(model, float32_params={torch.bfloat16: frozenset({name})})
     adapted, adapter = models.adapt(model, params, models.Lora(2, 4.0, ("q_proj",)), key=Key(0))
     narrow = models.in_compute_dtype(adapted, adapted.joined(adapter))
     wide = {n for n, x in narrow.items() if x.dtype == torch.float32}

@@ -29,6 +29,7 @@ def without_numbers(text):
     return re.sub(r"-?\d+(\.\d+)?(e[-+]?\d+)?", "0", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda exhibit: exhibit.source)
 def test_the_law_catches_it(exhibit):
     assert said_of(exhibit)
@@ -48,6 +49,7 @@ def test_sources_differ_and_there_are_forty():
     assert all(exhibit.link.endswith(")") for exhibit in EXHIBITS)
 
 
+@pytest.mark.slow
 def test_what_is_mutated_keeps_the_laws():
     """Each law that catches something here holds for ours, so that it is the mistake which is caught."""
     ours = {

@@ -30,6 +30,9 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--draw", type=int, metavar="COUNT", help="only so many, drawn by --seed")
     parser.add_argument("--seed", default="", metavar="TEXT")
+    parser.add_argument(
+        "--allow", type=int, default=0, metavar="COUNT", help="end with status 0 if at most so many are not caught"
+    )
     parser.add_argument("--list", action="store_true", help="print them, and plant none")
     parser.add_argument("--measure", action="store_true", help="record which fast tests execute which lines")
     parser.add_argument("-n", dest="jobs", type=int, default=os.cpu_count() or 1, metavar="JOBS")
@@ -77,18 +80,19 @@ def described(mutant: Mutant) -> str:
     return f"{mutant.name}  ({place})\n    - {mutant.line}\n    + {mutant.becomes}\n    {mutant.harm}"
 
 
-def summary(done: Sequence[Verdict]) -> tuple[str, int]:
-    """What was found in all, and the exit status."""
+def summary(done: Sequence[Verdict], allowed: int = 0) -> tuple[str, int]:
+    """What was found in all, and the exit status, where so many may be missed."""
     by_state = {state: [x for x in done if x.state == state] for state in ("caught", "not caught", "does not apply")}
     lines = ["", f"{len(by_state['caught'])} of {len(done)} caught"]
     for state in ("not caught", "does not apply"):
         lines += ["", f"{state}:"] if by_state[state] else []
         lines += [f"{described(x.mutant)}\n    {x.why}" for x in by_state[state]]
-    return "\n".join(lines), 2 if by_state["does not apply"] else 1 if by_state["not caught"] else 0
+    return "\n".join(lines), 2 if by_state["does not apply"] else int(len(by_state["not caught"]) > allowed)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0 if all were caught, 1 if one was not, and 2 if one does not apply any more, or for wrong options."""
+    """Returns 0 if all were caught but those allowed, 1 if more were not, and 2 if one does not apply any more, or for
+    wrong options."""
     options = parsed(arguments)
     try:
         return run(options)
@@ -111,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
         for verdict in verdicts(ROOT, mutants, Path(place), jobs=options.jobs, bounds=bounds):
             print(f"{verdict.state:14} {verdict.mutant.name:48} {verdict.seconds:5.0f} s  {verdict.why}", flush=True)
             done.append(verdict)
-    text, status = summary(done)
+    text, status = summary(done, options.allow)
     print(text)
     return status
 

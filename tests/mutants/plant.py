@@ -21,10 +21,11 @@ from typing import Literal
 
 import attrs
 
-from tests.mutants.choice import choose, record_of
+from tests.mutants.choice import choose, nearest, record_of
 from tests.mutants.records import DoesNotApply, Mutant, planted
 
 LEFT_OUT = "tests/mutants/"  # its tests fail for any change of a line that the list names
+MARKS = ("not slow", "slow")  # of the tests for a mutant, in their order
 FIRST_GROUP = 5  # tests, or files, of the first process for a mutant; each next one takes twice as many
 
 
@@ -64,9 +65,12 @@ def copied(root: Path, copy: Path, packages: Sequence[str]) -> Path:
     return copy
 
 
-def failing(copy: Path, tests: Sequence[str], silence: float, without: Collection[str] = ()) -> str | None:
-    """The first of these tests that fails in the copy, or None. One that hangs or kills the process fails."""
-    command = [sys.executable, "-m", "pytest", "-v", "-x", "--tb=no", "-rfE", "-o", "addopts=", "-m", "not slow"]
+def failing(
+    copy: Path, tests: Sequence[str], silence: float, without: Collection[str] = (), *, marks: str = MARKS[0]
+) -> str | None:
+    """The first of these tests with the marks that fails in the copy, or None. One that hangs or kills the process
+    fails."""
+    command = [sys.executable, "-m", "pytest", "-v", "-x", "--tb=no", "-rfE", "-o", "addopts=", "-m", marks]
     command += ["-p", "no:cacheprovider", "--basetemp", str(copy.parent / f"{copy.name}.t"), *tests]
     command += [f"--deselect={name}" for name in sorted(without)]
     paths = [str(copy), str(copy / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -110,35 +114,40 @@ def reason(output: str, status: int | None) -> str | None:
 
 
 def verdict(mutant: Mutant, root: Path, copy: Path, tests: Sequence[str], bounds: Bounds, anyway: set[str]) -> Verdict:
-    """Plant a mutant in a copy, run the tests in growing groups until one fails, and take the mistake out again.
+    """Plant a mutant in a copy, run the fast tests in growing groups until one fails, if none does the slow ones, and
+    take the mistake out again.
 
     A test that fails without the mistake, too, says nothing: it joins those that fail `anyway`, and is left out.
     """
     begun, path, text = time.monotonic(), copy / mutant.file, (root / mutant.file).read_text("utf-8")
-    left, size, passed = list(tests), FIRST_GROUP, 0
+    todo = [(MARKS[0], name) for name in tests] + [(MARKS[1], name) for name in nearest(mutant, root)]
+    size, passed = FIRST_GROUP, 0
     with_mistake = planted(mutant, text)
     try:
-        while left and time.monotonic() - begun < bounds.mutant:
+        while todo and time.monotonic() - begun < bounds.mutant:
+            marks = todo[0][0]
+            left = [name for own, name in todo if own == marks]
             group = left[:size]
             path.write_text(with_mistake, "utf-8")
-            found = failing(copy, group, bounds.silence, anyway)
+            found = failing(copy, group, bounds.silence, anyway, marks=marks)
             path.write_text(text, "utf-8")
             if found is None:
-                left, size, passed = left[size:], 2 * size, passed + len(group)
+                todo, passed = todo[len(group) :], passed + len(group) * (marks == MARKS[0])
+                size = 2 * size if todo and todo[0][0] == marks else FIRST_GROUP
                 continue
             own = found.split("[")[0].split(" (")[0]
             file = own.split("::")[0]
-            if failing(copy, [own] if (copy / file).is_file() else group, bounds.silence) is None:
+            if failing(copy, [own] if (copy / file).is_file() else group, bounds.silence, marks=marks) is None:
                 return Verdict(mutant, "caught", found, time.monotonic() - begun)
             if "::" in own and own not in anyway:
                 anyway.add(own)
             else:  # it cannot be collected
-                others = [name for name in left if name.split("::")[0] != file]
-                left = others if len(others) < len(left) else left[size:]
+                others = [each for each in todo if each[1].split("::")[0] != file]
+                todo = others if len(others) < len(todo) else todo[len(group) :]
     finally:
         path.write_text(text, "utf-8")
     what = "tests that execute it" if tests and "::" in tests[0] else "near files of tests"
-    said = f"{passed} {what} passed" + (f", {len(left)} were not run in time" if left else "")
+    said = f"{passed} {what} passed" + (f", {len(todo)} were not run in time" if todo else "")
     return Verdict(mutant, "not caught", said, time.monotonic() - begun)
 
 

@@ -30,6 +30,7 @@ def _mutant(line: str, becomes: str, function: str = "add") -> Mutant:
     return Mutant("room", "name", "sums.py", function, line, becomes, "Sums are wrong.")
 
 
+@pytest.mark.slow
 def test_every_mutant_applies() -> None:
     wrong = []
     for mutant in MUTANTS:

@@ -41,6 +41,7 @@ def _number(metric):
     return float(metric.total / metric.count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_a_batch_is_version_the_policy_of_so_many_steps_ago_and_never_of_an_older_one(assembly, lag):
     done = _steps(assembly, 5, ahead=lag)
@@ -55,6 +56,7 @@ def test_a_batch_is_version_the_policy_of_so_many_steps_ago_and_never_of_an_olde
         assert ("timing_s/wait" in report) == (lag > 0)
 
 
+@pytest.mark.slow
 def test_the_first_step_and_the_prompts_are_those_of_a_run_that_is_not_ahead(assembly):
     plain, early = _steps(assembly, 4), _steps(assembly, 4, ahead=1)
     tiny.assert_same_columns(plain[0][1], early[0][1])
@@ -65,6 +67,7 @@ def test_the_first_step_and_the_prompts_are_those_of_a_run_that_is_not_ahead(ass
     assert tree.digest(plain[1][0].actor) != tree.digest(early[1][0].actor)
 
 
+@pytest.mark.slow
 def test_the_mismatch_shows_in_the_metrics_of_a_run_that_is_ahead_alone(assembly):
     for lag in (0, 1):
         _, _, report = _steps(assembly, 2, ahead=lag)[-1]
@@ -87,6 +90,7 @@ def test_scores_of_any_name_wait_on_disk(assembly, tmp_path):
     assert [scored.named_scores[name][0].item() for name in names] == list(range(len(names)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [1, 2])
 def test_a_state_goes_on_from_disk_bit_for_bit(assembly, tmp_path, lag):
     done = _steps(assembly, 4, ahead=lag)
@@ -101,6 +105,7 @@ def test_a_state_goes_on_from_disk_bit_for_bit(assembly, tmp_path, lag):
         assert all(float(report[name][0]) == float(other[name][0]) for name in names)
 
 
+@pytest.mark.slow
 def test_time_changes_nothing(assembly):
     """Whichever of sampling and training is the slower."""
     expected = tree.digest(_steps(assembly, 3, ahead=1)[-1][0])
@@ -118,6 +123,7 @@ def test_time_changes_nothing(assembly):
         assert tree.digest(_steps(slowed, 3, ahead=1)[-1][0]) == expected
 
 
+@pytest.mark.slow
 def test_donated_memory_is_not_what_samples(assembly):
     expected = tree.digest(_steps(assembly, 3, ahead=1)[-1][0])
     program = assembly.program
@@ -131,6 +137,7 @@ def test_donated_memory_is_not_what_samples(assembly):
     assert tree.digest([next(steps) for _ in range(3)][-1][0]) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_every_step_is_sampled_once_by_its_own_key(assembly, lag):
     program, seen = assembly.program, []
@@ -144,6 +151,7 @@ def test_every_step_is_sampled_once_by_its_own_key(assembly, lag):
     assert seen == [(step, assembly.run.key.seed, 8 * step) for step in range(4 + lag)]
 
 
+@pytest.mark.slow
 def test_a_run_may_stop_being_ahead_and_begin_again(assembly):
     run = _steps(assembly, 2, ahead=2)[-1][0]
     drained = _steps(assembly, 3, run=run, ahead=0)
@@ -282,6 +290,7 @@ def test_objects_wait_as_a_checkpoint_gives_them_back(assembly, tmp_path):
     assert tree.digest(session.load(assembly, tmp_path, 1)) == tree.digest(run)
 
 
+@pytest.mark.slow
 def test_a_step_by_itself_takes_what_waits_first(assembly):
     """`ppo_step` on a state with two batches that wait: it uses them up, then samples."""
     run = _steps(assembly, 2, ahead=2)[-1][0]
@@ -306,24 +315,27 @@ def test_on_a_gpu_sampling_has_a_stream_and_each_side_waits_for_what_the_other_m
         def synchronize(self):
             """For the clock, where there is a GPU."""
 
-    @contextlib.contextmanager
-    def entered(stream):
-        inside.stream = stream
-        yield
-        inside.stream = None
+        def __enter__(self):
+            inside.stream = self
+
+        def __exit__(self, *error):
+            inside.stream = None
 
     caller, beside = Stream("caller"), Stream("beside")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: getattr(inside, "stream", None) or caller)
-    monkeypatch.setattr(torch.cuda, "stream", entered)
+
+    def current(device=None):
+        return getattr(inside, "stream", None) or caller
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", current)
 
     def rollout(*args, **keywords):
-        log.append(f"rollout in {torch.cuda.current_stream().name}")
+        log.append(f"rollout in {current().name}")
         return program.rollout(*args, **keywords)
 
     with assemble(tiny_run.settings(tmp_path, device="cpu")) as assembly:
         program, draw = assembly.program, assembly.draw
         watched = attrs.evolve(program, rollout=rollout)
-        wait = ahead.start_sampling(assembly.run, 1, program=watched, draw=draw, beside=beside)
+        wait = ahead.start_sampling(assembly.run, 1, program=watched, draw=draw, stream=beside)
         batches = wait().batches
         assert log == ["beside waits for caller", "rollout in beside", "caller waits for beside"]
         plain = ahead.start_sampling(assembly.run, 1, program=program, draw=draw)().batches
@@ -379,6 +391,7 @@ def _interrupted(assembly, lag, count):
         return [next(steps) for _ in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_update_gets_into_what_is_generated_meanwhile(assembly, lag):
     done = _interrupted(assembly, lag, 4)

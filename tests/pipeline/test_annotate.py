@@ -36,7 +36,7 @@ def passes_of(calls, **more):
         def run(params, rows, *, outputs):
             calls.append((role, params, rows, tuple(outputs)))
             made = {x: numbers(OF[x], *([3] if x == "hidden" else [])) + shift for x in outputs}
-            return TokenOutputs()._replace(**made)
+            return TokenOutputs(**made)
 
         return run
 

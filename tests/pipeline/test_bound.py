@@ -72,7 +72,7 @@ def test_a_critic_without_a_model_reads_what_the_policy_says(members, reads, pri
 
     signs = {"truth_signs": lambda rows: "signs"} if privileged else {}
     passes = Passes(policy="p", reference="r", **{reads: critic}, **signs)
-    out = TokenOutputs()._replace(entropy="entropy", hidden="hidden")
+    out = TokenOutputs(entropy="entropy", hidden="hidden")
     found = read_values(passes, "params", "log-probs", out, rows)
     (args,) = seen
     between = ("log-probs", "entropy") if reads == "confidence" else ("hidden",)
@@ -160,6 +160,7 @@ def length(sample: Any) -> float:
     return float(len(sample.response))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [advantages.gae, advantages.grpo])
 @pytest.mark.parametrize("stops", [(), (3, 4)])
 def test_the_pieces_of_a_run_are_bound_to_each_other(estimator, stops):

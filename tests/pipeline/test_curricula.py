@@ -45,6 +45,7 @@ def _digests(directory):
     return {line["step"]: line["state"] for line in jsonl.read(directory / "digests.jsonl")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_run_with_a_curriculum_stops_goes_on_and_replays_bit_for_bit(task, tmp_path, ahead):
     given = CURRICULUM | {"rollout__ahead": ahead, "actor__optimizer__schedule": "constant"}
@@ -145,6 +146,7 @@ def _digests_of_none():
     return None
 
 
+@pytest.mark.slow
 def test_variants_of_a_comparison_and_a_plan_know_curricula(task):
     settings = files.replace(tiny_run.settings(task), {"data.curriculum": "mixture", "data.curriculum.power": 0.5})
     asked = CompareSettings(

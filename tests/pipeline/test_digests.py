@@ -26,7 +26,7 @@ from fppo.pipeline.replay import (
     record_line,
     replay,
 )
-from fppo.pipeline.train import Evaluation, StepRecord, watch_steps
+from fppo.pipeline.train import Evaluation, StepRecord, Watching, repeated
 from fppo.runtime import digests
 from fppo.runtime.mesh import LOCAL
 from fppo.runtime.sketches import Size, size_of, sketches
@@ -174,14 +174,11 @@ def test_a_record_has_the_numbers_and_the_spans_of_its_step_and_of_the_observers
     monkeypatch.setattr(module, "memory_metrics", lambda: {"perf/memory": 5.0})
     seen = []
 
-    def begin(run):
-        while True:
-            run, start = attrs.evolve(run, step=run.step + 1), clock.seconds
-            clock.seconds += 8.0
-            whole = metrics.total(8.0), metrics.total(5.0)
-            report = {"timing_s/gen": metrics.spent((start + 2, 3.0)), "timing_s/step": whole[0]}
-            report |= {"timing_s/outside": whole[1], "perf/total_num_tokens": metrics.mean(60.0)}
-            yield run, "batch", report
+    def step(run):
+        start = clock.seconds
+        clock.seconds += 8.0
+        report = {"timing_s/gen": metrics.spent((start + 2, 3.0)), "perf/total_num_tokens": metrics.mean(60.0)}
+        return attrs.evolve(run, step=run.step + 1), "batch", report
 
     def first(record):
         seen.append((record.run.step, record.experience, dict(record.metrics), record.spans))
@@ -204,9 +201,8 @@ def test_a_record_has_the_numbers_and_the_spans_of_its_step_and_of_the_observers
         return len(stops) == 4  # asked before the first step, too
 
     evaluation = Evaluation(evaluate, every=2, before=False)
-    how = {"observers": [first, second], "evaluation": evaluation, "stop": stop, "donate": True}
-    last = watch_steps(run_of(0), begin, steps=9, **how)
-    assert last.step == 3
+    watching = Watching(steps=9, observers=[first, second], evaluation=evaluation, stop=stop)
+    assert [run.step for run, _, _ in repeated(step, run_of(0), watching=watching)] == [1, 2, 3]
     assert [(step, rows) for step, rows, *_ in seen] == [(n, "batch") for n in (1, 1, 2, 2, 3, 3)]
     # 8 s and an observer; the second step has the second observer of the first, and an evaluation
     wholes = [8.0, 9.0, 4 + 8 + 16.0, 4 + 8 + 16 + 1.0, 4 + 8.0, 4 + 8 + 1.0]

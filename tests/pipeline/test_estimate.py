@@ -30,6 +30,7 @@ NAN = float("nan")
 REFUSING = {
     "gdpo": "'gdpo' compares the reward's functions one by one",
     "distill": "'reverse_kl' reads no token rewards",
+    "grpo_process": "'grpo_process' reads no token rewards",
 }
 each_name = pytest.mark.parametrize("name", EVERY_ESTIMATOR)
 
@@ -125,6 +126,41 @@ def test_gpg_counts_outcomes_where_a_penalty_shapes_the_scores():
     penalised = rows_of([0.9, -0.1, -0.2, -0.3], n=4, outcomes=torch.tensor([1.0, 0.0, 0.0, 0.0]))
     found, _, _ = estimated(penalised, "gpg")
     assert found.advantages.max().item() == pytest.approx(4 * (0.9 - 0.075))
+
+
+# rewards of steps
+
+
+@each_name
+@given(st.integers(0, 99))
+def test_a_score_that_is_a_reward_of_the_last_token_is_that_score(name, seed):
+    """Bit for bit, whatever the estimator: also beside an environment's turns."""
+    rows = rows_of([1.0, 0.1, NAN, 0.5, 2.0, 1.0], n=3, seed=seed)
+    last = rows.scores[:, None].where(batches.last_tokens(rows.response_mask), torch.nan)
+    plain, _, _ = estimated(rows, name)
+    for same in (last, torch.full_like(last, torch.nan)):
+        found, _, _ = estimated(attrs.evolve(rows, process_rewards=same), name)
+        for column in ("token_rewards", "advantages", "returns"):
+            assert torch.equal(getattr(found, column), getattr(plain, column)), column
+
+
+def test_rewards_of_steps_reach_estimators_of_tokens_and_their_sums_those_of_groups():
+    """The last token gets what the steps leave of the score, and no rounding error."""
+    rows = rows_of([0.3, 1.3, 1.0, 0.5], n=2)
+    mask = torch.ones_like(rows.response_mask)
+    steps = torch.full(mask.shape, torch.nan)
+    steps[:2, 0], steps[:2, 1], steps[0, -1] = 0.1, 0.2, 0.0
+    turns = torch.zeros_like(steps).index_fill(1, torch.tensor([1]), 0.25)
+    rows = attrs.evolve(rows, response_mask=mask, process_rewards=steps, turn_rewards=turns)
+    expected = torch.zeros_like(steps)
+    expected[:2, 0], expected[:2, 1], expected[2:, 1] = 0.1, 0.2, 0.25
+    expected[1, -1], expected[2, -1], expected[3, -1] = 1.0, 0.75, 0.25
+    found, _, _ = estimated(rows, "reinforce_plus_plus")
+    torch.testing.assert_close(found.token_rewards, expected)
+    assert (found.token_rewards != 0).sum() == (expected != 0).sum()
+    torch.testing.assert_close(found.returns, expected.flip(1).cumsum(1).flip(1))
+    by_group, _, _ = estimated(attrs.evolve(rows, process_rewards=None, turn_rewards=None), "grpo")
+    torch.testing.assert_close(estimated(rows, "grpo")[0].advantages, by_group.advantages)
 
 
 # rows without a score

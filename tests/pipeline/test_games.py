@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from fppo import advantages, data, metrics, models
+from fppo.assembly.checks import EVALUATE
 from fppo.assembly.engines import game_of
-from fppo.assembly.inputs import read_eval_inputs
+from fppo.assembly.inputs import Inputs
 from fppo.assembly.run import assemble
 from fppo.batch import Column
 from fppo.data import stop_texts
@@ -26,7 +27,6 @@ from fppo.rollout.turns.engine import TurnsEngine
 from fppo.rollout.turns.games import EPISODE, Chance, End, Game, Turn
 from fppo.rollout.turns.observations import PlainText
 from fppo.runs.samples import truth_lines
-from fppo.runtime.mesh import LOCAL
 from fppo.settings.files import SettingsError
 from fppo.steps.forward import TokenOutputs
 from tests import tiny_run
@@ -248,7 +248,7 @@ def test_the_value_of_kuhns_poker_is_known():
         ways.add(tuple(TOKENIZER.encode(f"{card}?")), f"{card}?")
     log_probs = Equilibrium(len(TOKENIZER)).outputs(ways.rows(torch.device("cpu"))).log_probs
     values, _ = advantages.game_values(log_probs[ways.row, ways.column].exp(), ways.tree())
-    roots = [values[i] for path, i in ways._places.items() if not path.said]
+    roots = [values[i] for path, i in ways._places.items() if not path.tokens]
     assert sum(roots).item() / 3 == pytest.approx(1 / 2 - 1 / 18 / 4, rel=1e-12)
 
 
@@ -272,7 +272,7 @@ def test_each_look_at_what_is_hidden_weighs_the_states_anew():
     ways = Ways(played(Game(twice_seen, draws=3), tokenizer, sampling))
     ways.add((2,), "x")
     values, said = advantages.game_values(torch.ones(len(ways.row), dtype=torch.float64), ways.tree())
-    found = {tokenizer.decode(path.said): values[i].item() for path, i in ways._places.items()}
+    found = {tokenizer.decode(path.tokens): values[i].item() for path, i in ways._places.items()}
     expected = {"": 0.25}
     expected |= {"bc": 0.6, "bx": 0.25 * 0.1 / (0.25 * 0.1 + 0.75 * 0.8)}
     for first, p in (("bc", expected["bc"]), ("bx", expected["bx"])):
@@ -379,15 +379,16 @@ def run_of(directory, **changes):
     return tiny_run.settings(directory, **{**given, **changes})
 
 
+@pytest.mark.slow
 def test_a_run_is_held_against_them_and_they_against_what_it_samples(tmp_path):
     settings = run_of(tmp_path, rollout__temperature=0.7)
     with assemble(settings) as assembly:
         run, beside = assembly.run, []
-        found = metrics.report(assembly.evaluate(run, keep_beside=beside.append))
+        found = metrics.report(assembly.evaluate(run, keep_compared=beside.append))
         assert found["critic/true/variance"] > 1e-5
         assert found["critic/true/r2"] == pytest.approx(1 - found["critic/true/mse"] / found["critic/true/variance"])
         engine, sampling = (getattr(assembly.program.rollout, name) for name in ("engine", "sampling"))
-        (asked,) = data.batches(read_eval_inputs(settings, mesh=LOCAL).held_out, 3)
+        (asked,) = data.batches(Inputs(settings=settings, trains=False).need(*EVALUATE).held_out, 3)
         ask = Ask(asked, attrs.evolve(sampling, n=300), Key(4))
         rollout = engine.generate(run.actor.params, ask)
         scores = [games.KUHN.end(x[EPISODE], finish) for x, finish in zip(rollout.extras, rollout.finish, strict=True)]

@@ -67,7 +67,7 @@ def test_weights_are_kept_once_for_each_version_and_given_before_they_are_sent()
     assert (later["w"].item(), newest()) == (105.0, (later, 5))
     assert log == [("hold", 3.0), "bring", ("hold", 5.0), "bring"]
     newest.end()
-    with pytest.raises(ahead._Ended):
+    with pytest.raises(ahead.Ended):
         newest()
 
 

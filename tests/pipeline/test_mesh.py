@@ -53,6 +53,7 @@ def numbers(report):
     return {name: value for name, value in report.items() if not name.startswith(tiny_run.UNLIKE)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "changes"),
     [

@@ -11,7 +11,8 @@ import torch
 from fppo import batch as batches
 from fppo import losses, metrics, tree
 from fppo.assembly import announce
-from fppo.assembly.inputs import read_inputs
+from fppo.assembly.checks import TRAIN
+from fppo.assembly.inputs import Inputs
 from fppo.assembly.run import assemble
 from fppo.batch import Experience, Scored, extend
 from fppo.key import Key
@@ -20,7 +21,6 @@ from fppo.pipeline.checks import field, innermost
 from fppo.pipeline.program import RunState, SampleBatch
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
-from fppo.runtime.mesh import LOCAL
 from fppo.settings.resolve import old_log_probs_source, said_of_old_log_probs
 from fppo.steps.actor import PolicyTerms, UpdateActor
 from fppo.steps.forward import Forward, compute_log_probs
@@ -31,13 +31,14 @@ from fppo.steps.train_state import init_state
 from tests import tiny, tiny_run
 from tests.rollout.test_embedded import make_prompts
 
-CUT = {"rollout__top_p": 0.6, "rollout__top_k": 5, "rollout__temperature": 1.3}
+CUT = {"rollout__top_p": 0.6, "rollout__top_k": 5, "rollout__min_p": 0.5, "rollout__temperature": 1.3}
 ONCE = {"actor__epochs": 1, "actor__mini_batch_size": 8, "algorithm__kl__coef": 0.0}
 FIXED = {"algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["engine", "pass", "update"])
-def test_they_are_of_the_distribution_before_top_k_and_top_p(tmp_path, source):
+def test_they_are_of_the_distribution_before_tokens_are_cut(tmp_path, source):
     """The ratio's old policy is the one whose log-probs are trained, at the sampling temperature: what the engine cut
     off to sample has no part in it."""
     tiny_run.write_task(tmp_path)
@@ -91,6 +92,7 @@ def sampled(dtype, *, step=gap.WHOLE_STEPS, rows=24):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=str)
 def test_an_update_by_the_engines_is_the_one_by_those_of_a_pass(dtype, rounding):
     """Two mini-batches, so that the ratio of the second is not 1."""
@@ -117,6 +119,7 @@ def test_an_update_by_the_engines_is_the_one_by_those_of_a_pass(dtype, rounding)
     torch.testing.assert_close(moved["auto"], moved["pass"], rtol=0, atol=rounding * scale.item())
 
 
+@pytest.mark.slow
 def test_an_engine_that_differs_or_is_not_yet_known_leaves_it_to_a_pass():
     run, scored, annotate = sampled(torch.float32)
     auto = attrs.evolve(annotate, old_log_probs="auto")
@@ -148,6 +151,7 @@ def test_an_engine_that_differs_or_is_not_yet_known_leaves_it_to_a_pass():
         assert torch.equal(annotated.old_log_probs, by_pass.old_log_probs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "source", "words"),
     [
@@ -167,8 +171,8 @@ def test_settings_say_when_the_engines_cannot_be_the_old_ones(tmp_path, changes,
     (said,) = said_of_old_log_probs(settings)
     assert words in said
     assert said_of_old_log_probs(tiny_run.settings(tmp_path)) == []
-    inputs = read_inputs(tiny_run.settings(tmp_path), mesh=LOCAL)
-    lines = announce.input_lines(inputs, settings.model, settings.placement, differing={}, old_log_probs=[said])
+    inputs = Inputs(settings=tiny_run.settings(tmp_path)).need(*TRAIN)
+    lines = announce.input_lines(inputs, differing={}, old_log_probs=[said])
     assert f"auto {said}" in " ".join(" ".join(lines).split())
     assert old_log_probs_source(tiny_run.settings(tmp_path, **changes)) in ("pass", "update")
 

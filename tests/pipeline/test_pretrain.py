@@ -68,6 +68,7 @@ def _states(settings, steps):
         return [assembly.run, *(run for run, _, _ in (next(following) for _ in range(steps)))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", [pytest.param("tokens", marks=pytest.mark.slow), "confidence"])
 def test_the_policy_waits_and_a_frozen_critic_stays(task, reads):
     changes = {"critic__pretrain": 2, "critic__freeze": True, "critic__reads": reads}
@@ -101,6 +102,7 @@ TOOLBOXES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", TOOLBOXES, ids=["tokens", "hidden", "confidence"])
 def test_a_run_that_stops_in_its_pretraining_goes_on_bit_for_bit(task, tmp_path, changes):
     settings = tiny_run.settings(task, critic__pretrain=2, data__eval_path=(), **changes)
@@ -159,6 +161,7 @@ def _rates(settings, steps):
         return numbers, each[-1][0]
 
 
+@pytest.mark.slow
 def test_the_policys_schedule_counts_the_steps_that_it_is_updated_in(task):
     """Pretraining of at most 7 steps ends after fewer: the rate falls over all that are left, to the last one."""
     changes = {"steps": 9, "critic__pretrain": 7, "critic__pretrain_patience": 1, "critic__pretrain_rise": 10.0}

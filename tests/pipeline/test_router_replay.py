@@ -44,6 +44,7 @@ def annotated(mesh, replay, source="pass", batch=BATCH):
     return model, run, rows, report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["pass", "engine", "auto"])
 def test_the_reference_and_the_update_choose_what_the_policy_chose(source):
     (model, run, rows, _), (*_, others, _) = simulate({"shard": 2}, partial(annotated, replay="all", source=source))

@@ -51,6 +51,7 @@ def rollout_of(own):
     return own.engine.generate(own.run.actor.params, Ask(asked, own.sampling, Key(1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_rows_have_the_log_probs_of_a_larger_teacher_at_the_temperature_of_sampling(temperature):
     own, teacher = wired(temperature=temperature), teacher_of(32, 2, 3)
@@ -69,6 +70,7 @@ def test_rows_have_the_log_probs_of_a_larger_teacher_at_the_temperature_of_sampl
     assert numbers["timing_s/teacher"] > 0
 
 
+@pytest.mark.slow
 def test_a_teacher_alone_scores_by_how_far_the_policy_is_from_it():
     own = wired()
     none = rewards.RewardRunner(WeightedSum(()))
@@ -100,6 +102,7 @@ def taught(own, teacher):
     return iterate(own.run, program=attrs.evolve(own.program, score=score), draw=own.draw)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gamma", [0.0, 1.0])
 def test_a_policy_that_is_its_own_teacher_stays_as_it_is(gamma):
     own = wired(
@@ -114,6 +117,7 @@ def test_a_policy_that_is_its_own_teacher_stays_as_it_is(gamma):
     assert tree.digest(after.actor.params) == tree.digest(own.run.actor.params)
 
 
+@pytest.mark.slow
 def test_without_a_teacher_its_column_is_named():
     own = wired()
     with pytest.raises(ValueError, match="'reverse_kl' needs teacher_log_probs in the batch"):

@@ -15,7 +15,7 @@ from fppo.pipeline import iterate, ppo_step, timing, train
 from fppo.pipeline.program import RunState
 from fppo.pipeline.replay import Difference, DifferingLeaf, first_difference
 from fppo.pipeline.step import check_updates
-from fppo.pipeline.train import Evaluation, watch_steps
+from fppo.pipeline.train import Evaluation, Watching, repeated
 from fppo.steps.loss_scale import LEAST
 from fppo.steps.train_state import TrainState
 from fppo.tree import replace
@@ -29,6 +29,7 @@ def assembly(request, tmp_path):
         yield assembly
 
 
+@pytest.mark.slow
 def test_a_state_that_is_handed_in_stays_or_is_said_to_be_donated(assembly):
     run = assembly.run
     before = tree.digest(run)
@@ -46,6 +47,7 @@ def test_a_state_that_is_handed_in_stays_or_is_said_to_be_donated(assembly):
             again(run)
 
 
+@pytest.mark.slow
 def test_steps_without_end_keep_their_states_unless_told(assembly):
     steps = iterate(assembly.run, program=assembly.program, draw=assembly.draw)
     states = [assembly.run, *(next(steps)[0] for _ in range(2))]
@@ -56,6 +58,7 @@ def test_steps_without_end_keep_their_states_unless_told(assembly):
         tree.digest(states[1])
 
 
+@pytest.mark.slow
 def test_all_the_time_of_a_run_is_some_steps(tmp_path, monkeypatch):
     """A clock that only drawing prompts and observers turn on, by 5, 10 (in a stage of its own), and 100; and each
     reading by next to nothing."""
@@ -141,10 +144,8 @@ def test_evaluations_are_made_before_the_first_step_at_every_so_many_and_at_the_
     evaluated, shown = [], {}
     start = RunState(actor=TrainState(params={"w": torch.zeros(1)}, opt=None, step=0), key=Key(0), step=first)
 
-    def begin(run):
-        while True:
-            run = replace(run, step=run.step + 1)
-            yield run, "batch", {"perf/total_num_tokens": metrics.mean(4.0)}
+    def step(run):
+        return replace(run, step=run.step + 1), "batch", {"perf/total_num_tokens": metrics.mean(4.0)}
 
     def evaluate(run):
         evaluated.append(run.step)
@@ -155,6 +156,6 @@ def test_evaluations_are_made_before_the_first_step_at_every_so_many_and_at_the_
             shown[record.run.step] = record.metrics["val-core/a/reward/mean@1"]
 
     evaluation = Evaluation(evaluate, every=every, before=before)
-    watch_steps(start, begin, steps=5, observers=[observe], evaluation=evaluation)
+    list(repeated(step, start, watching=Watching(steps=5, observers=[observe], evaluation=evaluation)))
     assert evaluated == expected
     assert shown == {step: float(step) for step in expected}

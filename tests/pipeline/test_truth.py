@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from fppo import data, metrics, models, quickstart
-from fppo.assembly.inputs import read_eval_inputs
+from fppo.assembly.checks import EVALUATE
+from fppo.assembly.inputs import Inputs
 from fppo.assembly.run import assemble
 from fppo.batch import Prompts, narrow
 from fppo.data import collate
-from fppo.pipeline.truth import Beside, _pointing, one_answer, right_answers
+from fppo.pipeline.truth import Compared, _pointing, one_answer, right_answers
 from fppo.rollout.engine import Ask, Sampling
-from fppo.runtime.mesh import LOCAL
 from fppo.settings.files import SettingsError
 from tests import tiny, tiny_run
 
@@ -35,15 +35,17 @@ def after(model, params, tokens):
     return models.heads.logits_of(models.output_head(model, params), hidden[0, -1].float())
 
 
+@pytest.mark.slow
 def test_it_is_the_difference_to_the_probability_of_the_answer(task):
     settings = tiny_run.settings(task, eval__exact_values=True, rollout__temperature=0.7, **DISCOUNTS)
     with assemble(settings) as assembly:
         run, end = assembly.run, assembly.inputs.tokenizer.eos_token_id
         beside = []
-        found = metrics.report(assembly.evaluate(run, keep_beside=beside.append))
+        found = metrics.report(assembly.evaluate(run, keep_compared=beside.append))
         engine, sampling = (getattr(assembly.program.rollout, name) for name in ("engine", "sampling"))
         truths, values, pointing = [], [], []
-        for number, asked in enumerate(data.batches(read_eval_inputs(settings, mesh=LOCAL).held_out, 8)):
+        held_out = Inputs(settings=settings, trains=False).need(*EVALUATE).held_out
+        for number, asked in enumerate(data.batches(held_out, 8)):
             ask = Ask(asked, attrs.evolve(sampling, n=1), run.key.fold("truth", number), version=0)
             rollout = engine.generate(run.actor.params, ask)
             for row, truth in enumerate(asked.ground_truth):
@@ -129,6 +131,6 @@ def test_only_clear_advantages_have_a_sign_to_agree_with():
     mask = torch.ones(1, 4, dtype=torch.bool)
     rollout = SimpleNamespace(response_mask=mask)
     real, guess = torch.tensor([[0.5, -0.5, 1e-4, -1e-4]]), torch.tensor([[0.1, 0.2, 0.3, -0.3]])
-    report = metrics.report(_pointing([Beside(rollout, guess, real, guess, real)]))
+    report = metrics.report(_pointing([Compared(rollout, guess, real, guess, real)]))
     assert report["critic/true/sign"] == 0.5  # of the first two
     assert report["critic/true/cosine"] == pytest.approx(torch.cosine_similarity(real, guess).item())

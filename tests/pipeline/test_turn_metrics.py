@@ -15,10 +15,11 @@ from fppo import metrics
 from fppo.batch import Column, Rollout, Scored, extend
 from fppo.key import Key
 from fppo.pipeline import stages
-from fppo.pipeline.step import _ages
+from fppo.pipeline.step import ppo_step
 from fppo.rollout.engine import Sampling
 from fppo.rollout.turns.engine import FAILURES
 from tests import tiny
+from tests.pipeline.test_step import BATCH, Stages, run_of
 
 
 def rollout_of(seed: int, rows: int) -> Rollout:
@@ -82,6 +83,13 @@ def test_the_kept_mass_is_what_sampling_left_of_the_policys_probability():
     assert (ask.prompts, ask.sampling, ask.key, ask.version, ask.newer) == (prompts, stage.sampling, Key(3), 7, newer)
 
 
+def ages_of(scored: Scored) -> dict[str, float]:
+    """The ages that a step reports of these rows, by a policy after 7 updates."""
+    batch = {"sample": lambda run, **_: (scored, run.cursor, {}), "annotate": lambda scored, run: (BATCH, {})}
+    report = metrics.report(ppo_step(run_of(), program=Stages().program(**batch), draw=None)[2])
+    return {name: x for name, x in report.items() if name.startswith("rollout/")}
+
+
 @given(st.integers(0, 99))
 def test_ages_are_the_updates_since_rows_or_their_tokens_were_sampled(seed):
     g = torch.Generator().manual_seed(seed)
@@ -90,7 +98,7 @@ def test_ages_are_the_updates_since_rows_or_their_tokens_were_sampled(seed):
     scored = attrs.evolve(scored, versions=torch.randint(0, 6, (4,), generator=g))
     mask = scored.response_mask
     lags = [7 - x for x in scored.versions.tolist()]
-    assert metrics.report(_ages(scored, 7)) == {"rollout/lag": sum(lags) / 4, "rollout/lag/max": max(lags)}
+    assert ages_of(scored) == {"rollout/lag": sum(lags) / 4, "rollout/lag/max": max(lags)}
     of_tokens = torch.randint(0, 6, mask.shape, generator=g)
     seen = attrs.evolve(scored, token_versions=of_tokens.where(mask, -100))
     ages = [7 - x for x in of_tokens[mask].tolist()]
@@ -99,5 +107,6 @@ def test_ages_are_the_updates_since_rows_or_their_tokens_were_sampled(seed):
     expected = {f"rollout/lag/tokens/{age}": float(ages.count(age)) for age in range(max(ages) + 1)}
     expected |= {"rollout/lag": pytest.approx(sum(ages) / len(ages)), "rollout/lag/max": max(ages)}
     expected["rollout/oldest_version"] = min(of_tokens[mask].tolist())
-    assert metrics.report(_ages(seen, 7)) == expected
-    assert math.isclose(sum(v for k, v in metrics.report(_ages(seen, 7)).items() if "tokens/" in k), len(ages))
+    found = ages_of(seen)
+    assert found == expected
+    assert math.isclose(sum(number for name, number in found.items() if "tokens/" in name), len(ages))

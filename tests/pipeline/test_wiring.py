@@ -3,6 +3,7 @@
 import traceback
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -13,6 +14,8 @@ from fppo.advantages import Advantages
 from fppo.key import Key
 from fppo.pipeline import Program, RunState, local_passes, pieces, ppo_step, stages, train, with_teacher
 from fppo.pipeline.checks import disagreements
+from fppo.pipeline.stages import Estimate, RollOut, ScoreWithGreedy
+from fppo.pipeline.wiring import wire
 from fppo.rollout import EmbeddedEngine, Sampling
 from fppo.steps import (
     Forward,
@@ -76,6 +79,7 @@ def _by_hand(task, name):
     return run, {"program": program, "draw": partial(data.next_batch, prompts, size=4, key=Key(3).fold("data"))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gae", "grpo"])
 def test_it_is_what_a_script_wires_by_hand(task, name):
     wired = _wired(task, advantage=EVERY_ESTIMATOR[name])
@@ -93,6 +97,7 @@ def test_it_is_what_a_script_wires_by_hand(task, name):
     assert tree.digest(after.actor.params) != tree.digest(wired.run.actor.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_ESTIMATOR)
 def test_every_estimator_can_be_wired(task, name):
     wired = _wired(task, advantage=EVERY_ESTIMATOR[name])
@@ -123,6 +128,7 @@ def best_of_group(scores, mask, groups):
     return Advantages(2.0 * result.advantages, result.returns)
 
 
+@pytest.mark.slow
 def test_an_estimator_is_one_function_to_the_laws_and_to_a_pipeline(task):
     laws.check_advantages(best_of_group)
     steps = {}
@@ -180,3 +186,11 @@ def test_few_frames_stand_between_a_step_and_a_loss(task):
     update = attrs.evolve(wired.program.update_actor, loss_fn=loss)
     ppo_step(wired.run, program=attrs.evolve(wired.program, update_actor=update, check=False), draw=wired.draw)
     assert all(len(frames) <= 7 for frames in seen), seen[0]
+
+
+def test_the_baseline_of_remax_is_one_greedy_response():
+    parts: dict[str, Any] = dict.fromkeys(("score", "passes", "update_actor"))
+    rollout: Any = RollOut(engine=None, sampling=Sampling(max_tokens=3, n=4))  # type: ignore[arg-type]
+    made = wire(rollout=rollout, estimate=Estimate(advantage_fn=advantages.remax, max_tokens=3), check=False, **parts)
+    assert isinstance(made.score, ScoreWithGreedy)
+    assert (made.score.sampling.greedy, made.score.sampling.n) == (True, 1)

@@ -134,6 +134,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "run"
 
 
+@pytest.mark.slow
 def test_an_export_has_a_card_and_is_replaced_with_it(run, tmp_path, capsys):
     for _ in range(2):
         assert cli.main(["export", str(run), str(tmp_path / "out"), "--step", "1"]) == 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +249,8 @@ def test_headlines_are_of_the_first_and_last_numbers():
         *(f"Held-out reward, {x}" for x in "abc"),
         "Steps",
     ]
-    assert [summary._duration(x) for x in (59.9, 60.0, 3599.0, 3600.0)] == ["59.9 s", "1.0 min", "60.0 min", "1.0 h"]
+    for seconds, shown in {59.9: "59.9 s", 60.0: "1.0 min", 3599.0: "60.0 min", 3600.0: "1.0 h"}.items():
+        assert tiles([{"step": 1, "timing_s/step": seconds}])[-1] == ("Time in steps", shown, "")
 
 
 def test_settings_of_a_run_are_the_chosen_and_the_others(tmp_path):
@@ -357,8 +360,27 @@ def exported(directory: Path, *, more: Mapping[str, Any] | None = None, **change
         "reward": {"functions": ["exact_match", "mine:fn"]},
     }
     settings = files.replace(files.from_dict(values), dict(more or {}))
+    (directory / "run").mkdir(parents=True, exist_ok=True)
+    starts.record(settings, 0)
     made = Exported(run_dir=directory / "run", settings=settings, step=2, name="me/new")
     return attrs.evolve(made, **changes)
+
+
+def front(made: Exported) -> dict[str, Any]:
+    """What a hub reads of a card."""
+    lines = card.card(made, [], []).split("---\n")[1].splitlines()
+    return {name: json.loads(x) for name, x in (line.split(": ", 1) for line in lines)}
+
+
+def section(made: Exported, title: str, records: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The text of a card below a title."""
+    return card.card(made, records, []).partition(f"## {title}\n\n")[2].partition("\n\n## ")[0].rstrip("\n")
+
+
+def trained(made: Exported, records: Sequence[Mapping[str, Any]] = ()) -> dict[str, str]:
+    """What a card says of the training, by the names of its rows."""
+    rows = [line.strip("| ").split(" | ") for line in section(made, "Training", records).splitlines()[2:]]
+    return {unescape(name): unescape(text) for name, text in rows}
 
 
 RECORDS = [
@@ -383,16 +405,16 @@ def test_a_card_has_the_settings_of_the_training_line_by_line(tmp_path):
         "responses of a step": f"{s.rollout.batch_size}, {s.rollout.n} to each prompt",
         "longest response": f"{s.rollout.max_tokens} tokens",
         "learning rate": f"{s.actor.optimizer.lr:g}, critic {s.critic.optimizer.lr:g}",
-        "seed": 0,
+        "seed": "0",
     }
     plain = attrs.evolve(plain, settings=files.replace(s, {"algorithm.kl.coef": 0.0}))
-    assert dict(card._training(plain, [])) == usual
+    assert trained(plain) == usual
     ends = {
         "mean reward in training": "0.500 in the first step, 0.250 in the last",
         "tokens": "1,234",
         "time in steps": "1.5 min",
     }
-    assert dict(card._training(plain, RECORDS)) == usual | ends
+    assert trained(plain, RECORDS) == usual | ends
     changes = {
         "algorithm.kl.coef": 0.5,
         "actor.kl_coef": 0.25,
@@ -407,7 +429,7 @@ def test_a_card_has_the_settings_of_the_training_line_by_line(tmp_path):
         "model.lora.alpha": 32.0,
         "actor.optimizer.lr": 3e-5,
     }
-    other = dict(card._training(exported(tmp_path, more=changes), []))
+    other = trained(exported(tmp_path, more=changes))
     assert other == usual | {
         "advantages": "rloo",
         "policy loss": "gspo",
@@ -417,10 +439,10 @@ def test_a_card_has_the_settings_of_the_training_line_by_line(tmp_path):
         "responses of a step": "16, 4 to each prompt",
         "longest response": "77 tokens",
         "learning rate": "3e-05",
-        "seed": 3,
+        "seed": "3",
     }
     hour = [{"step": 1, "timing_s/step": 3600.0}]
-    assert dict(card._training(plain, hour))["time in steps"] == "1.00 h"
+    assert trained(plain, hour)["time in steps"] == "1.00 h"
 
 
 POLICY = "The policy after step 2 of a run of fppo that trained base by gae and ppo&#95;clip"
@@ -460,8 +482,8 @@ def test_a_card_says_what_is_exported_and_how_it_is_loaded(tmp_path, role, form,
         (tmp_path / name).mkdir()
     more = {"model.path": str(tmp_path / "base"), "model.critic_path": str(tmp_path / "critic"), **lora}
     made = exported(tmp_path, more=more, role=role, form=form)
-    assert card._sentence(made) == sentence
-    text = card._use(made)
+    assert sentence in card.card(made, [], []).splitlines()
+    text = section(made, "Use")
     kind = "AutoModelForCausalLM" if role == "actor" else "AutoModelForTokenClassification"
     code = text.split("```python\n")[1].split("\n```")[0].splitlines()
     end = 'tokenizer = AutoTokenizer.from_pretrained("me/new")'
@@ -478,11 +500,11 @@ def test_a_card_says_what_is_exported_and_how_it_is_loaded(tmp_path, role, form,
             end,
         ]
     assert ("It was trained on the base in nf4; load the base so." in text) == (form == "adapter")
-    front = card._front(made)
-    assert ('"lora"' in front) == bool(lora)
-    assert "base_model" not in front  # a directory is no name of the hub
-    assert ("peft" in front) == (form == "adapter")
-    assert ("token-classification" in front) == (role == "critic")
+    read = front(made)
+    assert ("lora" in read["tags"]) == bool(lora)
+    assert "base_model" not in read  # a directory is no name of the hub
+    assert (read["library_name"] == "peft") == (form == "adapter")
+    assert (read["pipeline_tag"] == "token-classification") == (role == "critic")
 
 
 @pytest.mark.parametrize(
@@ -494,58 +516,49 @@ def test_a_card_says_what_is_exported_and_how_it_is_loaded(tmp_path, role, form,
     ],
 )
 def test_a_card_says_what_prompts_are(tmp_path, prompt, chat, words):
-    text = card._use(exported(tmp_path, more={"data.prompt": prompt, "data.chat": chat}))
+    text = section(exported(tmp_path, more={"data.prompt": prompt, "data.chat": chat}), "Use")
     assert f"{words}\n\n```text\n{prompt}\n```" in text
 
 
-def test_a_card_evaluates_by_the_first_and_the_last_number():
+def test_a_card_evaluates_by_the_first_and_the_last_number(tmp_path):
     records = [
         {"step": 1, "val-core/s/reward/mean@4": 0.25},
         {"step": 3, "val-core/s/reward/mean@4": 0.5, "val-core/s/reward/best@4/mean": 0.75},
         {"step": 5, "val-core/s/reward/best@4/mean": None},
     ]
-    lines = card._evaluation(records).splitlines()
-    assert lines[:4] == ["## Evaluation", "", "On held-out prompts, which were not trained on:", ""]
-    assert lines[6:] == [
+    made = exported(tmp_path)
+    lines = section(made, "Evaluation", records).splitlines()
+    assert lines[:2] == ["On held-out prompts, which were not trained on:", ""]
+    assert lines[4:] == [
         "| s | reward | mean&#64;4 | 1 | 0.25 | 3 | 0.5 |",
         "| s | reward | best&#64;4 | 3 | 0.75 | 3 | 0.75 |",
     ]
-    assert card._evaluation([{"step": 1, "x": 1.0}]) == ""
+    assert "## Evaluation" not in card.card(made, [{"step": 1, "x": 1.0}], [])
 
 
-def test_a_card_says_what_repeats_the_run(tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_a_card_says_what_repeats_the_run(tmp_path):
     made = exported(tmp_path)
-    monkeypatch.setattr(card.starts, "spans", lambda run, first, last: [])
-    text = card._again(made)
+    text = section(made, "Repeat it")
     assert 'pip install "fppo"\nfppo train run.toml' in text
     assert "It needs the modules mine, which are not part of this export." in text
     assert "began from" not in text
+    without = exported(tmp_path / "without", more={"reward.functions": ["exact_match"]})
+    assert "It needs" not in section(without, "Repeat it")
+    shutil.rmtree(made.run_dir / "starts")
+    other, moved = str(tmp_path / "other" / "step_00000007"), {"seed": 5, "data.path": ["/a/b.jsonl"]}
+    for step, change in ((7, {"resume": other}), (8, {"seed": 5}), (9, moved), (10, {"seed": 6})):
+        starts.record(files.replace(made.settings, change), step)
     origin = origins.Origin(versions={"fppo": "1.2", "torch": "3", "numpy": "4"}, commits={"fppo": "abc"}, code={})
-    asked = []
-    monkeypatch.setattr(card.origins, "load", lambda run, step: asked.append((run, step)) or origin)
-    monkeypatch.setattr(card.starts, "source", lambda run: "other/step_00000007")
-    monkeypatch.setattr(card.starts, "first", lambda run: 7)
-    text = card._again(made)
+    (made.run_dir / "starts" / "step_00000009.json").write_text(json.dumps(attrs.asdict(origin)))
+    fork = attrs.evolve(made, step=10)
+    text = section(fork, "Repeat it")
     assert 'pip install "fppo==1.2"' in text
     assert "The run began from the checkpoint of another run, of step 7." in text
-    assert card._versions(made).splitlines()[4:] == ["| fppo | 1.2 |", "| torch | 3 |", "| commit of fppo | abc |"]
-    assert {*asked} == {(made.run_dir, 2)}
-    without = exported(tmp_path, more={"reward.functions": ["exact_match"]})
-    assert "It needs" not in card._again(without)
-
-
-def test_changes_of_a_card_are_those_up_to_the_step(tmp_path, monkeypatch):
-    asked, s = [], exported(tmp_path).settings
-    spans = [
-        (s, 2),
-        (files.replace(s, {"seed": 5}), 4),
-        (files.replace(s, {"seed": 5, "data.path": ["/a/b.jsonl"]}), 6),
+    changed = [line for line in unescape(text).splitlines() if line.startswith(("| 7 |", "| 8 |", "| 9 |", "| 10 |"))]
+    assert changed == [  # up to the step
+        "| 8 | seed | 0 | 5 |",
+        "| 9 | data.path | ['openai/gsm8k:main', 'train.jsonl'] | ['b.jsonl'] |",
     ]
-    monkeypatch.setattr(card.starts, "first", lambda run: 1)
-    monkeypatch.setattr(card.starts, "spans", lambda run, first, last: asked.append((first, last)) or spans)
-    found = list(card._changes(exported(tmp_path, step=6)))
-    assert found == [
-        (2, "seed", "0", "5"),
-        (4, "data.path", "['openai/gsm8k:main', 'train.jsonl']", "['b.jsonl']"),
-    ]
-    assert asked == [(2, 6)]
+    versions = ["| fppo | 1.2 |", "| torch | 3 |", "| commit of fppo | abc |"]
+    assert unescape(section(fork, "Versions")).splitlines()[2:] == versions

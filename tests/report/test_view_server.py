@@ -15,6 +15,7 @@ import urllib.request
 from html import unescape
 from html.parser import HTMLParser
 from http import HTTPStatus
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import quote
 
@@ -82,6 +83,7 @@ def test_nothing_but_the_record_is_served(served, place):
         assert b"SECRET" not in reply.body
 
 
+@pytest.mark.slow
 @given(st.text(max_size=40), st.sampled_from(["", "run/0/", "run/0/samples/", "run/0/index?steps=", "states?known="]))
 def test_no_address_raises(served, text, before):
     reply = respond(served, f"/{KEY}/{before}{text}")
@@ -265,10 +267,10 @@ def test_the_command_exports_a_page(tmp_path, capsys):
 
 
 def test_ctrl_c_is_the_regular_end_of_the_command(tmp_path, capsys, monkeypatch):
-    def interrupted(self: view_server.ThreadingHTTPServer) -> None:
+    def interrupted(self: ThreadingHTTPServer) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(view_server.ThreadingHTTPServer, "serve_forever", interrupted)
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", interrupted)
     run = view_runs.write_run(tmp_path / "run", steps=1)
     keys = set()
     for _ in range(2):

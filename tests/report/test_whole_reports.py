@@ -7,14 +7,13 @@ import io
 import itertools
 import json
 import os
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import attrs
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fppo.batch import Experience
@@ -31,7 +30,7 @@ from fppo.settings import files
 from fppo.settings.train import TrainSettings
 from tests import tiny_run
 from tests.report import view_runs
-from tests.report.test_pictures import exported
+from tests.report.test_pictures import exported, front, section, trained
 from tests.report.test_view_server import Scripts
 
 # cards
@@ -39,6 +38,7 @@ from tests.report.test_view_server import Scripts
 FORMS = [("actor", "whole"), ("actor", "adapter"), ("actor", "merged"), ("critic", "whole"), ("critic", "merged")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("role", "form"), FORMS)
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("seen", [False, True])
@@ -50,8 +50,6 @@ def test_the_front_of_a_card_is_what_a_hub_reads(tmp_path, monkeypatch, role, fo
     more: dict[str, Any] = {"data.path": sets} | ({"data.chat": True, "data.images": "image"} if seen else {})
     more |= {} if form == "whole" else {"model.lora.rank": 2, "model.lora.base": "nf4"}
     made = exported(tmp_path, more=more, role=role, form=form)
-    values = dict(line.split(": ", 1) for line in card._front(made).splitlines()[1:-1])
-    found = {name: json.loads(x) for name, x in values.items()}
     expected: dict[str, Any] = {
         "library_name": "peft" if form == "adapter" else "transformers",
         "pipeline_tag": "token-classification" if role == "critic" else "text-generation",
@@ -63,8 +61,8 @@ def test_the_front_of_a_card_is_what_a_hub_reads(tmp_path, monkeypatch, role, fo
     if not local:
         expected["base_model"] = "org/base-7b"
         expected["base_model_relation"] = "adapter" if form == "adapter" else "finetune"
-    assert found == expected
-    text = card._use(made)
+    assert front(made) == expected
+    text = section(made, "Use")
     kind = "TokenClassification" if role == "critic" else "ImageTextToText" if seen else "CausalLM"
     assert text.count(f"AutoModelFor{kind}") == 2
     assert text.count("AutoModelFor") == 2
@@ -78,19 +76,23 @@ def test_a_card_names_no_directory_of_the_machine(tmp_path):
     one |= {"data.tools": "/home/alice/tools.json", "module_dirs": ["/home/alice/modules"]}
     one |= {"data.path": ["/home/alice/a.jsonl", "org/b"], "data.eval_path": ["/home/alice/e.jsonl"]}
     settings = files.replace(files.from_dict({}), {**one, "model.teacher_path": "/home/alice/teacher"})
-    text = card._settings(settings)
+    text = card.card(attrs.evolve(exported(tmp_path), settings=settings), [], [])
     assert "alice" not in text
     assert '"org/b"' in text
     for name in ("tools.json", "a.jsonl", "e.jsonl", "modules", "model.tokenizer", "data.chat_template"):
         assert name in text
     taught = {"algorithm.advantage": "distill", "model.teacher_path": "/home/alice/teacher"}
-    assert dict(card._training(exported(tmp_path, more=taught), []))["teacher"] == "teacher"
+    assert trained(exported(tmp_path, more=taught))["teacher"] == "teacher"
 
 
 @pytest.mark.parametrize(
     ("more", "data", "rewards"),
     [
-        ({"reward.functions": []}, "openai/gsm8k:main, train.jsonl", "none"),
+        (
+            {"reward.functions": [], "algorithm.advantage": "distill", "model.teacher_path": "org/t"},
+            "openai/gsm8k:main, train.jsonl",
+            "none",
+        ),
         (
             {"reward.functions": [], "reward.model.path": "org/m"},
             "openai/gsm8k:main, train.jsonl",
@@ -106,7 +108,7 @@ def test_a_card_names_no_directory_of_the_machine(tmp_path):
     ],
 )
 def test_a_card_says_where_prompts_and_scores_are_from(tmp_path, more, data, rewards):
-    rows = dict(card._training(exported(tmp_path, more=more), []))
+    rows = trained(exported(tmp_path, more=more))
     assert (rows["data"], rows["rewards"]) == (data, rewards)
 
 
@@ -209,7 +211,7 @@ MADE_BY = {
     "the drawing of prompts": "row_ids ids ground_truth source extras inputs cursor key step pretraining bases ref",
     "gen": "tokens attention_mask response_mask rollout_log_probs sampling_log_probs groups versions finish routed "
     "token_versions turn_ids turn_rewards episodes observed ahead",
-    "reward": "scores named_scores baselines outcomes teacher_log_probs",
+    "reward": "scores named_scores baselines outcomes teacher_log_probs process_rewards",
     "old_log_prob": "old_log_probs disagreement sum_squared_probs entropy hidden truth_signs",
     "ref": "ref_log_probs",
     "values": "values",
@@ -219,43 +221,48 @@ MADE_BY = {
 }
 
 
-def test_each_leaf_of_a_batch_and_of_a_state_has_its_maker():
-    makers = {name: stage for stage, names in MADE_BY.items() for name in names.split()}
-    batch = {field.name for field in attrs.fields(Experience)}
-    state = {field.name for field in attrs.fields(RunState)}
-    assert batch | state == {*makers}
-    for name, stage in makers.items():
-        for leaf in (f".{name}", f".{name}['x']", f".{name}.first", f".{name}[0].tokens"):
-            assert diff._maker(leaf) == stage, leaf
-    assert diff._STAGES == STAGES
+MAKERS = {name: stage for stage, names in MADE_BY.items() for name in names.split()}
 
 
-@given(st.sets(st.sampled_from(sorted(x for names in MADE_BY.values() for x in names.split())), min_size=1, max_size=4))
-def test_the_earliest_maker_of_what_differs_is_named(names):
-    makers = {name: stage for stage, of in MADE_BY.items() for name in of.split()}
-    batch = [f".{x}" for x in makers if x in {field.name for field in attrs.fields(Experience)}]
-    state = [f".{x}" for x in makers if x in {field.name for field in attrs.fields(RunState)}]
-    one = {"step": 1, "batch": dict.fromkeys(batch, "a"), "result": dict.fromkeys(state, "a")}
-    other = {
-        part: {leaf: "b" if leaf[1:] in names else x for leaf, x in one[part].items()} for part in ("batch", "result")
-    }
-    runs = [diff._RecordedRun(Path("x"), {}, {1: each}, {}) for each in (one, {"step": 1, **other})]
-    first, _ = diff._digests(diff._difference(1, *runs), 1, *runs)
-    stage = next(stage for stage in STAGES if any(makers[name] == stage for name in names))
-    own = [leaf for leaf in (*batch, *state) if leaf[1:] in names and makers[leaf[1:]] == stage]
-    assert first == f"  first in what {stage} made: {', '.join(own)}"
-    unlike = attrs.evolve(runs[1], digests={1: {"step": 1, **other, "kind": "sums"}})
-    assert diff._difference(1, runs[0], unlike) is None
+def test_every_leaf_of_a_batch_and_of_a_state_has_a_maker():
+    fields = [field.name for cls in (Experience, RunState) for field in attrs.fields(cls)]
+    assert {*fields} == {*MAKERS}
 
 
-def test_metrics_are_named_by_their_relative_differences():
-    numbers = [{"small": 1e-6, "large": 100.0, "same": 1.0, "gone": None}, {"small": 3e-6, "large": 101.0, "same": 1.0}]
-    runs = [diff._RecordedRun(Path("x"), {1: {"step": 1, **each}}, {}, {}) for each in numbers]
-    (line,) = diff._metrics(1, *runs)
+def write(run, step, metrics=None, **digests):
+    """A run of one step."""
+    run.mkdir(exist_ok=True)
+    for name, line in (("metrics", metrics), ("digests", digests)):
+        (run / f"{name}.jsonl").write_text(json.dumps({"step": step, **line}) + "\n" if line else "")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sets(st.sampled_from(sorted(MAKERS)), min_size=1, max_size=4), st.sampled_from(["", "['x']", ".first", "[0].x"])
+)
+@example({"tokens", "actor"}, "[0].x")
+def test_the_earliest_maker_of_what_differs_is_named(tmp_path, names, part):
+    """Whichever part of a leaf differs."""
+    fields = [{field.name for field in attrs.fields(cls)} for cls in (Experience, RunState)]
+    batch, state = ([f".{x}{part}" for x in MAKERS if x in each] for each in fields)
+    own = {f".{name}{part}" for name in names}
+    write(tmp_path / "a", 1, batch=dict.fromkeys(batch, "a"), result=dict.fromkeys(state, "a"))
+    other = [{leaf: "b" if leaf in own else "a" for leaf in each} for each in (batch, state)]
+    write(tmp_path / "b", 1, batch=other[0], result=other[1])
+    lines = diff.diff(tmp_path / "a", tmp_path / "b").lines
+    stage = next(stage for stage in STAGES if any(MAKERS[name] == stage for name in names))
+    differing = [x for x in (*batch, *state) if x in own and MAKERS[x[1:].removesuffix(part)] == stage]
+    assert f"  first in what {stage} made: {', '.join(differing)}" in lines
+    write(tmp_path / "b", 1, batch=other[0], result=other[1], kind="sums")  # digests of another kind
+    assert not any("first in what" in line for line in diff.diff(tmp_path / "a", tmp_path / "b").lines)
+
+
+def test_metrics_are_named_by_their_relative_differences(tmp_path):
+    write(tmp_path / "a", 1, {"small": 1e-6, "large": 100.0, "same": 1.0, "gone": None})
+    write(tmp_path / "b", 1, {"small": 3e-6, "large": 101.0, "same": 1.0})
     by = "by at most 1e-02 (of numbers over 1: of their size)"
-    assert (
-        line == f"  3 of 4 metrics differ, {by}, as gone None and nothing; small 1e-06 and 3e-06; large 100.0 and 101.0"
-    )
+    shown = f"  3 of 4 metrics differ, {by}, as gone None and nothing; small 1e-06 and 3e-06; large 100.0 and 101.0"
+    assert shown in diff.diff(tmp_path / "a", tmp_path / "b").lines
 
 
 def test_an_evaluation_before_the_first_step_is_compared_by_metrics(tmp_path):
@@ -285,12 +292,15 @@ ROLES = {
 }
 
 
-def test_each_stage_has_the_line_of_its_role():
-    for role, names in ROLES.items():
-        assert {Bar("p", "l", name, 1, 0.0, 1.0).kind for name in names} == {role}
-        line = {"step": 3, "spans": [[name, 1.0, 2.0] for name in names], "calls": []}
-        lines = [bar.line for bar in timeline._bars(line, "controller")]
-        assert lines == ["step" if name == "step" else role for name in names]
+def test_each_stage_has_the_line_of_its_role(tmp_path):
+    spans = [[name, 1.0, 2.0] for names in ROLES.values() for name in names]
+    log = JsonLines(tmp_path / "trace" / "rank_00000.jsonl")
+    log.write({"step": 3, "spans": spans, "calls": []})
+    log.close()
+    found = {bar.name: (bar.kind, bar.line) for bar in timeline.read(tmp_path)}
+    assert found == {
+        name: (role, "step" if name == "step" else role) for role, names in ROLES.items() for name in names
+    }
 
 
 def test_bars_are_line_by_line_processes_before_pools_and_ranks_by_number(tmp_path):
@@ -317,8 +327,6 @@ def test_bars_are_line_by_line_processes_before_pools_and_ranks_by_number(tmp_pa
     assert [(bar.step, bar.start) for bar in bars if bar.line == "critic"] == [(2, 3.0), (1, 4.0)]
     assert {bar.more["waited"] for bar in bars if bar.process == "pool a"} == {0.0}  # never less than nothing
     assert {bar.step for bar in timeline.read(tmp_path, last=1)} == {2}
-    zones = [Bar(process, "step", "step", 1, 0.0, 1.0) for process in ("zone", "pool a")]
-    assert sorted(zones[::-1], key=timeline._place) == zones
 
 
 bars_of = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 8)), min_size=1, max_size=6)
@@ -410,7 +418,9 @@ def test_a_state_is_read_again_whatever_changed(tmp_path, change):
     (run / "truth").mkdir()
     for path in (run, run / "truth", run / SAMPLES, *run.glob("*.*"), *run.glob("trace/*")):
         os.utime(path, (1e9, 1e9))
-    before = viewed._stamp(run)
+    first = viewed.state_of(run, "")
+    assert first is not None
+    before = first["lines"]["stamp"]
     assert viewed.state_of(run, "", (before, 2)) is None
     with (run / change).open("a") as file:
         file.write("\n")

@@ -10,7 +10,7 @@ import sys
 import time
 
 from fppo.rewards import batch_reward, inline_reward, weighted_sum
-from fppo.workers.sample import Sample
+from fppo.workers.sample import Sample, StepRewards
 
 
 def length(sample: Sample) -> float:
@@ -138,6 +138,27 @@ def numbered(sample: Sample) -> float:
     while calls == 1 and not os.path.exists(os.path.join(sample.extras["directory"], "go")):
         time.sleep(0.01)
     return float(calls)
+
+
+def by_token(sample: Sample) -> dict:
+    """A reward of the parity of each token, but at the digit 5; its half weight is a name."""
+    return {"score": [None if token == 5 else float(token % 2) for token in sample.response_tokens], "half": 0.5}
+
+
+def at_the_end(sample: Sample) -> list[float]:
+    """The parity of the last token, as a reward of tokens."""
+    return [0.0] * (len(sample.response_tokens) - 1) + [at_once(sample)]
+
+
+def at_once(sample: Sample) -> float:
+    """The parity of the last token."""
+    return float(sample.response_tokens[-1] % 2)
+
+
+def by_character(sample: Sample) -> StepRewards:
+    """A step of each character, for the even digits."""
+    size = len(sample.response)
+    return StepRewards([float(x in "02468") for x in sample.response], ends=range(1, size + 1))
 
 
 def bad_result(sample: Sample):

@@ -8,11 +8,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fppo.assembly import rewards
-from fppo.assembly.parts import forward_micro_batching_of
-from fppo.fleet import Here
-from fppo.key import Key
+from fppo.assembly.inputs import Inputs
+from fppo.fleet import LOCAL_GROUP, Here
 from fppo.runtime.mesh import LOCAL
-from fppo.settings.modules import kernels_named
 from fppo.settings.train import TrainSettings
 
 HERE = Here(LOCAL, torch.device("cpu"))
@@ -22,20 +20,9 @@ def judge_of(
     settings: TrainSettings, tokenizer: PreTrainedTokenizerBase
 ) -> contextlib.AbstractContextManager[rewards.Weighted]:
     """The settings' judge."""
-    how = {"names": kernels_named(settings), "axes": settings.mesh, "key": Key(settings.seed).fold("judge")}
-    return rewards.judge_of(HERE, settings.reward.judge, settings.model, tokenizer, **how)
+    return rewards.judge_of(HERE, Inputs(settings=settings, own_tokenizer=tokenizer))
 
 
 def reward_model_of(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> rewards.Weighted:
     """The settings' reward model."""
-    chat = settings.reward.model.chat
-    return rewards.reward_model_of(
-        HERE,
-        settings.reward.model,
-        settings.model,
-        tokenizer,
-        names=kernels_named(settings),
-        axes=settings.mesh,
-        chat=settings.data.chat if chat is None else chat,
-        micro_batching=forward_micro_batching_of(settings.model, settings.actor),
-    )
+    return rewards.reward_model_on(LOCAL_GROUP, HERE, Inputs(settings=settings, own_tokenizer=tokenizer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pickle
 import sys
 
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 
 from fppo import rewards
 from fppo.rewards import RewardRunner
-from fppo.rewards import builtin as builtin_module
 from fppo.workers.sample import name_of
 from tests.rewards import functions
 from tests.rewards.samples import NONE, sample
@@ -45,6 +45,7 @@ def test_regular_expression_without_and_with_a_group():
         rewards.regular_expression(pattern="(")
 
 
+@pytest.mark.slow
 def test_a_pattern_that_takes_for_ever_is_bounded():
     with RewardRunner(rewards.regular_expression(pattern="(a+)+b"), time_limit=3.0) as runner:
         results = runner.run([sample("a" * 60), sample("ab", "a")])
@@ -64,6 +65,7 @@ def test_length_penalty_checks_its_numbers():
             rewards.length_penalty(**dict(zip(("max_tokens", "buffer", "factor"), arguments)))
 
 
+@pytest.mark.slow
 def test_math_verify():
     mathematics = [
         sample("so it is $\\frac{2}{4}$", "0.5"),
@@ -81,7 +83,7 @@ def test_math_verify():
 
 
 def test_math_verify_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(builtin_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'fppo\[math\]'"):
         rewards.resolve("math_verify")
 

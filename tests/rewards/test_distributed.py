@@ -10,7 +10,7 @@ from fppo.workers.sample import Sample
 
 
 def sample(number):
-    return Sample("", str(number), None, "s", {}, (number,), (), "stop")
+    return Sample("", str(number), None, "s", {}, (number,), (number,), "stop")
 
 
 @rewards.inline_reward
@@ -23,6 +23,11 @@ def odd_ones_fail(sample):
     if int(sample.response) % 2:
         raise RuntimeError("no")
     return {"score": 1.0, "half": int(sample.response) / 2}
+
+
+@rewards.inline_reward
+def stepwise(sample):
+    return rewards.StepRewards([0.5], [len(sample.response)]) if int(sample.response) % 2 else [0.25]
 
 
 @rewards.inline_reward
@@ -39,7 +44,7 @@ def run(fns, ranks, count=5):
 
 
 @pytest.mark.parametrize("count", [1, 5])
-@pytest.mark.parametrize("fn", ["parity", "odd_ones_fail"])
+@pytest.mark.parametrize("fn", ["parity", "odd_ones_fail", "stepwise"])
 def test_any_number_of_ranks_judges_as_one(fn, count):
     """With two ranks one of them has the samples that fail, all of them; with three and one sample two have none."""
     name = f"{__name__}:{fn}"

@@ -105,6 +105,7 @@ def finished(draw):
     return prompts, responses, order[: draw(st.integers(0, N * count))]
 
 
+@pytest.mark.slow
 def test_any_order_gives_the_plain_judgement():
     """Failures, names, answers and functions of the batch; rows that are alike, and some that were not reported."""
     with Watched(MANY, workers=2) as runner:
@@ -182,6 +183,7 @@ def test_parts_of_a_rollout_share_its_patience():
             ]
 
 
+@pytest.mark.slow
 def test_faults_are_raised_where_the_plain_judgement_raises_them():
     sampled, asked = words(["p"], ["a", "b"])
     for fn in (functions.bad_result, functions.uneven_names):
@@ -457,6 +459,7 @@ def some_prompts(count: int = 5) -> Prompts:
     return collate(prompt_set(ids, pad_token_id=0), range(count))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [(), (1, 4, 9)])
 @pytest.mark.parametrize("limits", [None, [1, 3, 6, 2, 9]])
 def test_the_embedded_engine_tells_of_each_row_once(stops, limits):
@@ -473,6 +476,7 @@ def test_the_embedded_engine_tells_of_each_row_once(stops, limits):
         assert torch.equal(plain.tokens, sampled.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 5])
 def test_each_rank_tells_of_what_it_made_and_is_asked_about_it(count):
     sampling = Sampling(n=N, max_tokens=6, stop_token_ids=(1, 4))

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.utils.rnn import pad_sequence
 
 from fppo import batch as batches
 from fppo import metrics, models, rewards
 from fppo.assembly import rewards as loading_rewards
 from fppo.assembly import texts
+from fppo.assembly.inputs import Inputs
 from fppo.batch import Column
 from fppo.data.examples import MESSAGES
 from fppo.key import Key
@@ -23,7 +23,7 @@ from fppo.rewards.judge import LanguageJudge, question_of
 from fppo.rewards.question import score_in
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Sampling
-from fppo.rollout.records import number_rows, rollout_of
+from fppo.rollout.records import Response, rollout_of
 from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.simulate import simulate
 from fppo_kernels.table import Kernels
@@ -48,10 +48,8 @@ class Answering:
         texts = [self.tokenizer.decode(ids) for ids in questions]
         self.asked += texts
         answers = [torch.tensor([*self.tokenizer(self.answer(text))["input_ids"], 1]) for text in texts]
-        tokens = pad_sequence(answers, batch_first=True)
-        drawn = torch.arange(tokens.shape[1]) < torch.tensor([len(ids) for ids in answers])[:, None]
-        zeros, ids = torch.zeros(tokens.shape), number_rows(ask, CPU)
-        return rollout_of(ask, tokens, drawn, zeros, zeros, row_ids=ids, pad_token_id=0)
+        rows = [Response.of(ids, torch.zeros(len(ids)), torch.zeros(len(ids)), ask.sampling) for ids in answers]
+        return rollout_of(ask, rows, pad_token_id=0, device=CPU)
 
 
 def judge(engine, **changes) -> LanguageJudge:
@@ -102,8 +100,8 @@ def test_chats_are_asked_about_with_their_own_words():
     two = [{"role": "system", "content": "be {kind}"}, *one]
     base = sample("so", "t")
     assert question_of("{prompt}/{response}/{{{ground_truth}}}", base) == "?/so/{t}"
-    assert question_of("{prompt}", base._replace(extras={MESSAGES: one})) == "how?"
-    assert question_of("{prompt}", base._replace(extras={MESSAGES: two})) == "system: be {kind}\n\nuser: how?"
+    assert question_of("{prompt}", sample("so", "t", **{MESSAGES: one})) == "how?"
+    assert question_of("{prompt}", sample("so", "t", **{MESSAGES: two})) == "system: be {kind}\n\nuser: how?"
     call = {"type": "function", "function": {"name": "find", "arguments": {"q": "é"}}}
     parts = [{"type": "image"}, {"type": "text", "text": "see"}]
     three = [
@@ -111,7 +109,7 @@ def test_chats_are_asked_about_with_their_own_words():
         {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [call]},
     ]
     shown = 'user: <image>see\n\nassistant: hm\nfind({"q": "é"})'
-    assert question_of("{prompt}", base._replace(extras={MESSAGES: three})) == shown
+    assert question_of("{prompt}", sample("so", "t", **{MESSAGES: three})) == shown
     tokenizer = bpe_tokenizer(["Score: 1"], size=300)
     tokenizer.chat_template = "<{{ messages[0]['content'] }}>{% if add_generation_prompt %}A:{% endif %}"
     engine = Answering(lambda text: "Score: 1", tokenizer)
@@ -204,6 +202,7 @@ def embedded(mesh=LOCAL, *, temperature=0.0, **changes):
 TEN = rollout(list("abcdefghij"), ["k", "lm", "n", "opq", "r", "s", "tu", "v", "w", "x"], list(range(10)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_a_row_is_judged_alone_as_among_others_and_on_any_rank(temperature):
     rewarded = embedded(temperature=temperature)
@@ -253,6 +252,7 @@ def settings_of(task, **changes):
     return tiny_run.settings(task, **{f"reward__judge__{name}": value for name, value in section.items()})
 
 
+@pytest.mark.slow
 def test_the_settings_judge(task):
     tokenizer = character_tokenizer(CHARACTERS)
     scores_by_mesh = []
@@ -275,9 +275,7 @@ def test_the_settings_judge(task):
 
 
 def test_a_run_is_scored_by_its_judge_too(task):
-    settings = settings_of(task)
-    tokenizer = texts.load_tokenizer(settings.model, settings.data)
-    with loading_rewards.scoring(settings, tokenizer, LOCAL, CPU) as scoring:
+    with loading_rewards.scoring(Inputs(settings=settings_of(task)), LOCAL, CPU) as scoring:
         assert [term.name for term in scoring.runner.terms] == ["exact_match", "judge"]
 
 

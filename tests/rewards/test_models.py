@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 
 import attrs
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from fppo import models, rewards
+from fppo import metrics, models, rewards
 from fppo.assembly import rewards as loading_rewards
 from fppo.assembly import texts
 from fppo.batch import Column, Rollout
@@ -95,6 +96,34 @@ def reward(loaded, *, size: int = 2, mesh=LOCAL):
     return model_reward(params, model=model, kernels=Kernels.named(), mesh=mesh, micro_batching=batching)
 
 
+@pytest.mark.parametrize("axis", ["replicate", pytest.param("sequence", marks=pytest.mark.slow)])
+def test_a_model_reads_the_end_of_rows_above_its_bound_and_counts_them_once(axis, tmp_path):
+    """As transformers scores the last so many tokens alone, on one rank and on two; or the first long row is named."""
+    module, rollout = classifier("llama", "sequence", tmp_path), random_rollout(5, 8)
+    lengths = rollout.attention_mask.sum(1)
+    after = rollout.attention_mask.flip(1).cumsum(1).flip(1)
+    model, params = load_reward_model(tmp_path)
+    for limit in (1, 4, 7, 99):
+        cut = attrs.evolve(rollout, attention_mask=rollout.attention_mask & (after <= limit))
+        how = {"model": model, "kernels": Kernels.named(), "micro_batching": MicroBatching(size=2)}
+
+        def scored(mesh, how=how, **bound):
+            return model_reward(params, mesh=mesh, **how, **bound)(rollout)
+
+        cutting = partial(scored, max_tokens=limit, over_long="truncate")
+        for found, report in (cutting(LOCAL), *simulate({axis: 2}, cutting)):
+            torch.testing.assert_close(found, expected_scores(module, "sequence", cut), rtol=1e-5, atol=1e-5)
+            assert metrics.report(report) == {"reward/model_truncated": float((lengths > limit).sum())}
+        if limit == 99:
+            assert torch.equal(scored(LOCAL, max_tokens=limit), scored(LOCAL))
+            continue
+        first = int((lengths > limit).nonzero()[0])
+        text = rf"max_tokens = {limit}: {first} has {lengths[first]} tokens .*truncate"
+        with pytest.raises(ValueError, match=text):
+            scored(LOCAL, max_tokens=limit)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["replicate", "sequence", "tensor"])
 @pytest.mark.parametrize(("head", "pad"), [("sequence", END), ("sequence", None), ("token", END)])
 @pytest.mark.parametrize("share_prompts", [False, True])
@@ -121,6 +150,7 @@ def test_a_padding_token_that_ends_texts_is_read_where_transformers_reads_it(axi
         torch.testing.assert_close(scores, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
 @pytest.mark.parametrize("head", HEADS)
 def test_scores_are_those_of_transformers(family, head, tmp_path):
@@ -213,6 +243,7 @@ def test_a_model_reads_rows_with_the_options_that_it_is_given(monkeypatch, share
         assert all(len({*part}) * 2 == len(part) for part in together)
 
 
+@pytest.mark.slow
 def test_one_of_several_labels(tmp_path):
     module = classifier("qwen3", "sequence", tmp_path, labels=3)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -359,6 +390,7 @@ def loaded_reward(task, **changes):
     return fn, weight, tokenizer
 
 
+@pytest.mark.slow
 def test_a_tokenizer_in_the_models_directory_is_used_where_it_differs(task):
     fn, weight, policy = loaded_reward(task, reward__model__weight=0.5, reward__model__micro_batch_size=1)
     assert weight == 0.5
@@ -373,6 +405,7 @@ def test_a_tokenizer_in_the_models_directory_is_used_where_it_differs(task):
     torch.testing.assert_close(named(rollout), reward(loaded)(rollout))
 
 
+@pytest.mark.slow
 def test_a_chat_template_of_its_own_is_used(task):
     shutil.copy(task / "start" / "tokenizer.json", task / "judge" / "tokenizer.json")
     (task / "start" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
@@ -385,6 +418,7 @@ def test_a_chat_template_of_its_own_is_used(task):
     torch.testing.assert_close(loaded_reward(task, data__chat=True)[0](rollout), reward(loaded)(rollout))
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said_before_any_work(task):
     with pytest.raises(ValueError, match=r"no chat template; give another \(reward\.model\.tokenizer\)"):
         loaded_reward(task, reward__model__chat=True)
@@ -420,5 +454,7 @@ def test_scores_join_the_other_rewards(task):
     with rewards.RewardRunner(total) as runner:
         scored, _ = rewards.score(rollout, reward=runner, tokenizer=policy)
     torch.testing.assert_close(scored.scores, torch.tensor([1.0, 0.0]) - 2.0 * fn(rollout))
+    bounded = {"reward__model__max_tokens": 1, "reward__model__over_long": "truncate"}
+    assert metrics.report(loaded_reward(task, **bounded)[0](rollout)[1]) == {"reward/model_truncated": 2.0}
     with pytest.raises(ValueError, match="'exact_match' is given twice"):
         loading_rewards.reward_of(settings.reward, {"exact_match": (fn, 1.0)}, max_tokens=8)

@@ -6,18 +6,22 @@ import threading
 
 import pytest
 
+import fppo
 from fppo import models
 from fppo.assembly import run as assembly
+from fppo.commands import actions
 from fppo.key import Key
 from fppo.pipeline.train import iterate
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.rewards import RewardRunner
+from fppo.runs import jsonl
 from fppo.runtime.mesh import LOCAL
 from fppo.runtime.simulate import simulate
 from tests import tiny_run
 from tests.pipeline.test_mesh import numbers, same, steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", ["none", "all"])
 def test_a_step_scored_by_models_is_the_same_on_two_ranks(tmp_path, offload):
     tiny_run.write_task(tmp_path)
@@ -50,6 +54,7 @@ def test_a_step_scored_by_models_is_the_same_on_two_ranks(tmp_path, offload):
         assert also == pytest.approx(held_out, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "n"), [(1, 2), (2, 1), (2, 2)])
 def test_a_run_that_judges_early_is_the_run_that_waits(tmp_path, monkeypatch, ranks, n):
     """With overlap no sample of the step waits for the rollout's end; the numbers are the same without."""
@@ -79,3 +84,29 @@ def test_a_run_that_judges_early_is_the_run_that_waits(tmp_path, monkeypatch, ra
         late.clear()
     for each in runs[0] + runs[1]:
         same(each, runs[1][0], at=0.0)
+
+
+@pytest.mark.slow
+def test_a_run_with_rewards_of_steps_stops_and_goes_on_bit_for_bit(tmp_path):
+    """Its samples have the rewards at the tokens; a run whose reward is at the last token is that of the score."""
+    tiny_run.write_task(tmp_path)
+
+    def trained(name, function, **changes):
+        functions = [f"tests.rewards.functions:{function}"]
+        changes = {"actor__optimizer__schedule": "constant", "algorithm__advantage__lam": 0.9} | changes
+        given = tiny_run.settings(
+            tmp_path, output_dir=str(tmp_path / name), reward__functions=functions, data__eval_path=[], **changes
+        )
+        assert actions.train(given) == 0
+        return [(line["step"], line["state"]) for line in jsonl.read(tmp_path / name / "digests.jsonl")]
+
+    whole = trained("whole", "by_token", steps=2)
+    trained("parts", "by_token", steps=1)
+    assert trained("parts", "by_token", steps=2) == whole
+    assert tiny_run.sample_bytes(tmp_path / "whole") == tiny_run.sample_bytes(tmp_path / "parts")
+    rows = fppo.open(tmp_path / "whole").arrow(1).to_pydict()
+    for tokens, rewards in zip(rows["tokens"], rows["process_rewards"], strict=True):
+        assert [x if x == x else None for x in rewards] == [None if t == 5 else t % 2 for t in tokens]
+    once, last = (trained(name, name, steps=1) for name in ("at_once", "at_the_end"))
+    assert once == last
+    assert once[0] != whole[0]

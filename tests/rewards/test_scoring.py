@@ -72,6 +72,7 @@ def test_scores_and_metrics():
     assert batch.num_rows(scored) == 3
 
 
+@pytest.mark.slow
 def test_a_function_that_fails_on_all_rows_of_the_first_policy_is_an_error():
     """A later one has shown that it can score: such rows are counted."""
     rows = rollout(["q"] * 3, ["aeb", "b", "a"], [None] * 3)

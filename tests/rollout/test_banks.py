@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fppo.rollout import banks as bank_rows
 from fppo.rollout import cache as caches
-from fppo.rollout.banks import BankLayout
-from fppo.rollout.reading import groups_within, owned
+from fppo.rollout.banks import BankLayout, Moves
+from fppo.rollout.prefill import adapter_slices, groups_within
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(
@@ -39,9 +39,9 @@ def layers_of(shapes, tokens, seed):
 @given(SHAPES, st.integers(0, 5))
 def test_each_call_has_its_own_part_of_the_banks(shapes, seed):
     like = layers_of(shapes, 3, seed)
-    layout = BankLayout.of(like, CPU)
+    layout = BankLayout.of_layers(like, CPU)
     row, rows = layout.row(5), layout.rows(2, 5)
-    assert sum(x.numel() * x.element_size() for x in row) == 5 * layout.token_bytes
+    assert sum(x.numel() * x.element_size() for x in row) == caches.row_bytes(like, 5)
     assert all((x == 0).all() for x in rows)
     for banks, ahead in ((row, ()), (rows, (2,))):
         layers = layout.layers(banks)
@@ -54,7 +54,6 @@ def test_each_call_has_its_own_part_of_the_banks(shapes, seed):
         for number, x in enumerate(parts):
             x.fill_(number)  # of memory of its own
         assert all((x == number).all() for number, x in enumerate(parts))
-    assert caches.row_bytes(like, 7) == 7 * layout.token_bytes
 
 
 MOVES = st.lists(
@@ -67,7 +66,7 @@ MOVES = st.lists(
 @given(SHAPES, MOVES, st.integers(0, 5))
 def test_moves_are_those_of_single_columns(shapes, moves, seed):
     """A list of columns of each row, of which each is a number for each call, moves beside the banks."""
-    layout = BankLayout.of(layers_of(shapes, 1, seed), CPU)
+    layout = BankLayout.of_layers(layers_of(shapes, 1, seed), CPU)
     banks, numbers = layout.rows(3, 6), iter(range(1, 10_000))
     plain = [[0.0] * 6 for _ in range(3)]
 
@@ -81,13 +80,18 @@ def test_moves_are_those_of_single_columns(shapes, moves, seed):
         if what == "put":
             row, end = first % 3, 1 + second % 6
             values = [float(next(numbers)) for _ in range(1 + first % end)]
-            bank_rows.put_(banks, row, end, row_of(values))
+            bank_rows.put_(banks, slice(row, row + 1), end, row_of(values))
             plain[row][end - len(values) : end] = values
         elif what == "move":
-            source, target, start = first % 3, second % 3, first % 6
+            leaving, start = sorted({first % 3, second % 3}), first % 6
             end = start + second % (7 - start)
-            bank_rows.move_(banks, source, target, start, end)
-            plain[target][start:end] = plain[source][start:end]
+            moved = Moves.of(3, leaving)
+            bank_rows.move_(banks, moved, start, end)
+            stay = [row for row in range(3) if row not in leaving]
+            assert sorted(moved.order.tolist()) == stay
+            before = [[*row] for row in plain]
+            for place, row in enumerate(moved.order.tolist()):
+                plain[place][start:end] = before[row][start:end]
         else:
             rows, start = 1 + first % 3, second % 6
             end = start + first % (7 - start)
@@ -128,29 +132,26 @@ def test_groups_are_as_large_as_they_may_be(sizes, most):
 def test_adapters_own_the_rows_of_their_neighbours(sizes):
     each = [name for name, size in sizes for _ in range(size)]
     found = [None] * len(each)
-    for adapter, rows in owned(sizes):
+    for adapter, rows in adapter_slices(sizes):
         assert adapter is not None
         found[rows] = [adapter] * (rows.stop - rows.start)
     assert found == each
 
 
 @settings(max_examples=40)
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=3), st.integers(1, 3), st.integers(0, 2))
-def test_prompts_are_written_to_the_rows_of_their_draws(lengths, n, start):
-    """Padding becomes zero, padding of the packed row is dropped, and other rows and columns stay."""
-    width, batch = max(lengths) + 1, len(lengths)
-    index = torch.tensor(
-        [row * width + width - size + i for row, size in enumerate(lengths) for i in range(size)], dtype=torch.int64
-    )
-    kept = {0: tuple(torch.arange(1.0, len(index) + 3)[:, None, None] * sign for sign in (1, -1))}
-    cache = {0: tuple(torch.full((start + batch * n + 1, 1, width + 2, 1), 99.0) for _ in range(2))}
-    caches.write_prompts_(cache, start, kept, index, (batch, width), n)
-    for x, sign in zip(cache[0], (1, -1), strict=True):
-        expected = torch.full_like(x, 99.0)
-        number = 0
-        for row, size in enumerate(lengths):
-            own = [0.0] * (width - size) + [sign * float(number + i + 1) for i in range(size)]
-            number += size
-            for j in range(n):
-                expected[start + row * n + j, 0, :width, 0] = torch.tensor(own)
-        assert torch.equal(x, expected)
+@given(SHAPES, st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 3), st.integers(0, 2))
+def test_prompts_are_written_to_the_rows_of_their_draws(shapes, lengths, n, start):
+    """Each row has its prompt's tokens before the end; other rows and columns stay."""
+    passed = layers_of(shapes, sum(lengths) + 1, 0)
+    layout, count = BankLayout.of_layers(passed, CPU), len(lengths) * n
+    layers = layout.layers(layout.rows(start + count + 1, max(lengths) + 3))
+    begins = [sum(lengths[:number]) for number in range(len(lengths))]
+    spans = [(begin, length) for begin, length in zip(begins, lengths, strict=True) for _ in range(n)]
+    end = max(lengths) + 1
+    bank_rows.put_passed_(layers, slice(start, start + count), end, passed, spans)
+    for number, pair in layers.items():
+        for x, own in zip(pair, passed[number], strict=True):
+            for row, (begin, length) in enumerate(spans, start):
+                assert torch.equal(x[row, :, end - length : end], own[begin : begin + length].transpose(0, 1))
+            assert not x[[*range(start), start + count]].any()
+            assert not x[:, :, end:].any()

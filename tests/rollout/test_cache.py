@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,6 +43,7 @@ LAYERS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     LAYERS, st.lists(st.integers(0, 4), min_size=ROWS, max_size=ROWS), st.integers(4, COLUMNS - 1), st.integers(0, 9)

@@ -19,6 +19,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
 def test_what_decodes_as_transformers_computes_is_accepted(name):
     check_engine(models.build({**CONFIGS, **OTHERS}[name]))

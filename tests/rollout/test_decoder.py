@@ -15,6 +15,7 @@ from tests.rollout.test_embedded import LENGTHS, engine_of, make_prompts, plain_
 KNOWN = ["llama", "llama3-rope", "mistral", "qwen2", "qwen3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joined", [0, 1 << 28])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", KNOWN)
@@ -63,6 +64,7 @@ def test_a_decoder_with_packed_weights_draws_what_it_draws_with_plain_ones(name,
     assert torch.equal(packed.tokens, tokens)
 
 
+@pytest.mark.slow
 def test_a_model_with_a_module_of_another_kind_runs_as_it_is():
     class Doubled(torch.nn.Linear):
         def forward(self, x):

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from fppo.data.stops import StopTexts
 from fppo.key import Key
 from fppo.models.precision import KeepDouble
-from fppo.rollout import embedded, places
-from fppo.rollout import opened as opening
+from fppo.rollout import drawn as drawing
+from fppo.rollout import places
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.interrupt import InterruptibleEngine
 from fppo.rollout.requests import Request
@@ -32,6 +32,7 @@ SAMPLINGS = (
     Sampling(temperature=1.7, stop_texts=StopTexts((b"ba", b"cc"), PIECES)),
     Sampling(greedy=True, temperature=0.5),
     Sampling(top_p=0.6, stop_token_ids=STOPS),
+    Sampling(min_p=0.4, stop_token_ids=STOPS),
 )
 TOKEN_BYTES = 2 * 2 * 4 * 8 * 2  # two layers' keys and values, 2 heads of 4 numbers
 
@@ -195,6 +196,7 @@ def check_scores(request: Request, one: Any, before: tuple[int, ...], drawn: lis
         assert one.prompt_scores.log_probs[:1].isnan().all()
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     ROUNDS,
@@ -214,7 +216,7 @@ def test_draws_of_requests_are_by_their_own_tokens_keys_and_weights(
         how["cache_bytes"] = 120 * TOKEN_BYTES
     engine = engine_of(model, max_rows=max_rows, prefill_tokens=prefill, **how)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (places, opening):
+        for module in (places, drawing):
             patch.setattr(module, "CHUNK", chunk)
         with engine.open(versions[0]) as requests:
             script = Script(requests, versions)
@@ -267,6 +269,7 @@ class Newer:
         return None if self.looks % 2 == 0 else (self.versions[number % 3], 3 + number)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(ASKS, HOW, st.sampled_from(["qwen2", "qwen2", "mistral", "gemma2", "lfm2"]), st.sampled_from([2, 5, 128]))
 def test_draws_of_a_whole_rollout_are_by_their_own_tokens_and_numbers(asked, how, name, chunk):
@@ -299,7 +302,8 @@ def test_draws_of_a_whole_rollout_are_by_their_own_tokens_and_numbers(asked, how
         engine = InterruptibleEngine(engine=engine, every=every, pad_token_id=PAD)
         ask = attrs.evolve(ask, newer=Newer(versions))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embedded, "CHUNK", chunk)
+        for module in (places, drawing):
+            patch.setattr(module, "CHUNK", chunk)
         rollout = engine.generate(versions[0], ask)
     assert (rollout.token_versions is None) == (every is None)
     assert rollout.versions.tolist() == [3] * len(rollout.tokens)

@@ -119,6 +119,7 @@ def same(a, b):
     assert a.extras == b.extras
 
 
+@pytest.mark.slow
 def test_processes_coroutines_and_ranks_play_the_same():
     expected = sampled(runner(environments.Count))
     same(sampled(runner(environments.Later)), expected)
@@ -151,6 +152,7 @@ def test_failures_end_an_episode_without_a_score(caplog):
     assert all(rollout.response_mask.any(1))
 
 
+@pytest.mark.slow
 def test_an_environment_that_hangs_costs_its_episode():
     ask = Ask(moods("hang", "fine"), attrs.evolve(SAMPLING, n=1), Key(3))
     with runner(environments.Moody, inline=False, time_limit=1.0) as outside:
@@ -170,6 +172,7 @@ def test_results_that_are_no_steps_are_errors(mood, text):
         sampled(runner(environments.Moody), Ask(moods(mood), SAMPLING, Key(3)))
 
 
+@pytest.mark.slow
 def test_prompts_that_do_not_fit_or_differ_are_lost():
     long = sampled(runner(functools.partial(environments.Count, prompt="{}" + "1" * 9)), prompt_tokens=9)
     assert long.turn_rewards.sum(1).isnan().all()
@@ -179,6 +182,7 @@ def test_prompts_that_do_not_fit_or_differ_are_lost():
     assert restless.turn_rewards.sum(1).isnan().tolist() == [False, True] * 6
 
 
+@pytest.mark.slow
 def test_what_is_dealt_depends_on_key_and_prompt_alone():
     whole = sampled(runner(environments.Count))
     part = sampled(runner(environments.Count), attrs.evolve(asked(), prompts=batches.rows(make_prompts(), [4, 1])))

@@ -28,6 +28,7 @@ def playing(directory, environment=COUNT, **changes):
 GROUPS = {"algorithm__advantage": "rloo", "algorithm__group_by": "turn", "rollout__n": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{}, GROUPS, {"algorithm__advantage": "turn_gae", "rollout__ahead": 1}],
@@ -65,6 +66,7 @@ def chatting(directory, *args, **changes):
     return playing(directory, *args, **{**chat, "rollout__turns__thinking": "drop", **changes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{}, GROUPS, {"rollout__filter__groups": True, "rollout__filter__max_draws": 2, **GROUPS}],
@@ -88,6 +90,7 @@ def test_whole_steps_with_turns_as_rows(tmp_path, changes):
         assert f"val-core/environment/reward/mean@{settings.eval.n}" in found
 
 
+@pytest.mark.slow
 def test_rows_of_data_and_rewards_go_with_an_environment(tmp_path):
     tiny_run.write_task(tmp_path)
     plain = "tests.rollout.environments:Plain"
@@ -121,6 +124,7 @@ def test_settings_that_conflict(tmp_path, changes, text):
     assert text in "\n".join(map(str, problems))
 
 
+@pytest.mark.slow
 def test_what_is_no_environment_is_named(tmp_path):
     for name in ("math:floor", "json:JSONDecoder"):
         settings = playing(tmp_path, {"name": name})
@@ -128,6 +132,7 @@ def test_what_is_no_environment_is_named(tmp_path):
             next(iterate(made.run, program=made.program, draw=made.draw))
 
 
+@pytest.mark.slow
 def test_an_environment_that_always_fails_ends_the_run(tmp_path):
     settings = playing(tmp_path, {"name": "tests.rollout.environments:Moody"})
     text = (

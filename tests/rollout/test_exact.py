@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from fppo import laws, models
 from fppo.key import Key
 from fppo.models.lora import Lora, adapt
-from fppo.rollout import decoder, embedded, exact, records
+from fppo.rollout import decoder, drawn, embedded, exact
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.exact_probe import probe_exact
@@ -41,6 +41,7 @@ def engine_of(name, dtype=torch.float32, **changes):
     return EmbeddedEngine(model=model, kernels=kernels_for(model, **changes), pad_token_id=0, exact=True), params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -90,6 +91,7 @@ def counting(result, rows):
     return result._replace(log_probs=result.log_probs * (1 + 1e-6 * rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "kernel"),
     [
@@ -124,7 +126,7 @@ def test_log_probs_are_computed_for_many_tokens_at_once_or_few(monkeypatch):
     calls = []
     kernel = engine.kernels.log_probs
     counted = lambda hidden, *args, **how: calls.append(len(hidden)) or kernel(hidden, *args, **how)  # noqa: E731
-    monkeypatch.setattr(records, "_SCORED", 20)
+    monkeypatch.setattr(drawn, "_SCORED", 20)
     parts = attrs.evolve(engine, kernels=attrs.evolve(engine.kernels, log_probs=counted)).generate(params, ask)
     assert torch.equal(parts.rollout_log_probs, whole.rollout_log_probs)
     assert len(calls) > 2
@@ -150,6 +152,7 @@ def passes(mesh, *, ring=False):
     return found.where(rows.response_mask, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", exact.KEEPS_BITS)
 def test_a_table_says_which_axes_of_a_mesh_keep_bits(axis):
     """Of an expert axis it says what models with experts do, which no engine takes that is exact."""

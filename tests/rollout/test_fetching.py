@@ -64,7 +64,7 @@ def test_all_that_is_asked_comes_with_parameters_on_the_device():
         ("generate", 5.0, ask),
         ("open", 7.0, {"version": 5, "most_waiting": 9}),
         ("add", [request]),
-        ("step",),
+        ("step", None),
         ("cancel", ["a"]),
         ("release", ["b"]),
     ]

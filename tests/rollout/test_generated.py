@@ -12,7 +12,7 @@ from fppo.data.stops import StopTexts
 from fppo.key import Key
 from fppo.rollout.engine import Sampling
 from fppo.rollout.generated import opened
-from fppo.rollout.records import number_rows, rollout_of
+from fppo.rollout.records import Response, number_rows, rollout_of
 from fppo.rollout.requests import QueueFull, Request
 from fppo.rollout.scores import Scores
 
@@ -23,6 +23,7 @@ SAMPLINGS = (
     Sampling(temperature=0.5, stop_token_ids=(3, 5)),
     Sampling(top_k=4, stop_token_ids=(3, 5)),
     Sampling(top_p=0.5, stop_token_ids=(3, 5)),
+    Sampling(min_p=0.5, stop_token_ids=(3, 5)),
     Sampling(greedy=True, stop_token_ids=(3, 5)),
     Sampling(stop_texts=StopTexts((b"e",), LETTERS)),
     Sampling(stop_texts=StopTexts((b"g",), LETTERS)),
@@ -31,7 +32,8 @@ SAMPLINGS = (
 
 def told(sampling):
     """A number in which samplings differ."""
-    return sampling.temperature + (sampling.top_k or 0) + 2 * sampling.top_p + 7 * sampling.greedy
+    cut = (sampling.top_k or 0) + 2 * sampling.top_p + 16 * sampling.min_p
+    return sampling.temperature + cut + 7 * sampling.greedy
 
 
 def alone(prompt, key, row, position, sampling, most):
@@ -59,20 +61,17 @@ class Generating:
 
     def generate(self, params, ask):
         self.asked.append(ask)
-        rows, width = number_rows(ask, torch.device("cpu")), ask.sampling.max_tokens
-        n, prompts = ask.sampling.n, ask.prompts
-        tokens, drawn = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width).bool()
+        n, prompts, answers = ask.sampling.n, ask.prompts, list[Response]()
+        rows = number_rows(ask, torch.device("cpu"))
         for place, row in enumerate(rows.tolist()):
             prompt = prompts.tokens[place // n][prompts.attention_mask[place // n]].tolist()
-            most = min(width, int(ask.limits[place // n]))
-            own, _ = alone(prompt, ask.key, row, ask.offset, ask.sampling, most)
-            tokens[place, : len(own)], drawn[place, : len(own)] = torch.tensor(own), True
-        log_probs = -tokens / 8.0 - told(ask.sampling) - params["x"]
-        experts = None
-        if self.routed:
-            whole = torch.cat([prompts.tokens.repeat_interleave(n, 0), tokens], 1)
-            experts = whole[..., None, None].to(torch.uint8)
-        made = rollout_of(ask, tokens, drawn, log_probs, 2 * log_probs, row_ids=rows, pad_token_id=0, routed=experts)
+            most = min(ask.sampling.max_tokens, int(ask.limits[place // n]))
+            own, end = alone(prompt, ask.key, row, ask.offset, ask.sampling, most)
+            tokens = torch.tensor(own)
+            log_probs = -tokens / 8.0 - told(ask.sampling) - params["x"]
+            experts = torch.tensor([*prompt, *own][:-1]).to(torch.uint8)[:, None, None] if self.routed else None
+            answers.append(Response(tokens, log_probs, 2 * log_probs, end, experts=experts))
+        made = rollout_of(ask, answers, pad_token_id=0, device=torch.device("cpu"))
         if not self.versioned:
             return made
         later = torch.tensor(
@@ -94,6 +93,7 @@ REQUEST = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(st.lists(st.lists(REQUEST, max_size=6), min_size=1, max_size=3), st.booleans(), st.booleans())
 def test_each_request_is_answered_as_if_it_were_alone(rounds, routed, versioned):

@@ -35,6 +35,7 @@ def prompts_of(name: str, counts: tuple[int | str, ...], *, even: bool = False) 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "idefics3", "llava"])
 def test_log_probs_are_those_of_the_pass(name):
     """Of prompts with images, and with videos where the model takes them."""
@@ -86,6 +87,6 @@ def test_what_decodes_as_transformers_computes_is_accepted(name):
 
 
 def test_positions_that_forget_the_image_are_refused(monkeypatch):
-    monkeypatch.setattr("fppo.rollout.embedded.shift_of", lambda model, inputs: 0)
+    monkeypatch.setattr("fppo.rollout.prefill.shift_of", lambda model, inputs: 0)
     with pytest.raises(ValueError, match="model type 'qwen2_vl': the log-probs of the embedded engine"):
         check_engine(models.build(CONFIGS["qwen2_vl"]))

@@ -161,6 +161,7 @@ def in_pieces(asked, sampling, n, offset, limits, every, coming_versions):
     return [found[row] for row in range(len(rows))]
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(
     st.lists(
@@ -240,13 +241,14 @@ def test_weights_that_are_no_newer_are_not_taken():
         assert tree.digest(engine.generate(versions[0], ask(lambda v=version: (versions[1], v)))) == tree.digest(still)
 
 
-def test_engines_that_die_on_the_way_change_no_bit(monkeypatch):
+@pytest.mark.slow
+def test_engines_that_die_on_the_way_change_no_bit():
     model, versions = policies(3, dtype=torch.float32)
     with engines((model, versions[0]), 1) as one:
         expected = interruptible(one, 2).generate(versions[0], ask(coming(versions)))
     assert expected.token_versions.unique().tolist() == [0, 4, 5]
-    sent = dying(monkeypatch, lambda number, label: number in (5, 11, 17))
-    with engines((model, versions[0]), 2, restarts=3) as several, warnings.catch_warnings():
+    sent = dying(lambda number, label: number in (5, 11, 17))
+    with engines((model, versions[0]), 2, restarts=3, on_send=sent) as several, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         rollout = interruptible(several, 2).generate(versions[0], ask(coming(versions)))
     assert tree.digest(rollout) == tree.digest(expected)

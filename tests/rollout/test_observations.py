@@ -67,7 +67,7 @@ def test_prompts_are_written_with_the_arguments_that_were_given():
 def test_chat_templates_that_cannot_go_on_are_refused():
     with pytest.raises(ValueError, match="does not show the content of message 0, of the role 'user'"):
         chat_template(chat_tokenizer(CHATML.replace("m.content", "(m.content if loop.last else '')")))
-    with pytest.raises(ValueError, match=r"refuses messages of the roles \['user', 'assistant'\]: no role assistant"):
+    with pytest.raises(ValueError, match=r"refuses messages of the roles \['user', 'assistant', .*: no role assistant"):
         chat_template(chat_tokenizer(chats.CHAT))
     only = CHATML.replace("{{ '<s> '", "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ '<s> '")
     encode = chat_template(chat_tokenizer(only))

@@ -35,6 +35,7 @@ def one_turn_of_all_rows_at_a_time():
     return engine_of(only_generate(embedded(model)), runner(environments.Count)).generate(params, asked())
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(delays=st.lists(st.integers(0, 40), min_size=1, max_size=6), max_rows=st.sampled_from((2, 5, 1024)))
 def test_rollouts_do_not_depend_on_delays(delays, max_rows):
@@ -59,6 +60,7 @@ def test_no_row_waits_for_anothers_environment():
     assert rollout.turn_rewards.sum(1).tolist() == [4.0] * 4
 
 
+@pytest.mark.slow
 def test_ranks_that_answer_together_agree_on_what_has_come():
     expected, (model, params) = one_turn_of_all_rows_at_a_time(), make("qwen2")
 

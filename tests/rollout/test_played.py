@@ -9,6 +9,7 @@ from collections import Counter
 from typing import NamedTuple
 
 import attrs
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -302,6 +303,7 @@ def played_on(mesh, rules, kind, ask, seed):
 VERSIONED, ROUTED = (2, 5, 8), (1, 2, 6, 7)
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(
     RULES,

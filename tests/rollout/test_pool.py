@@ -44,28 +44,35 @@ def make(group):
 
 
 @contextlib.contextmanager
-def engines(policy, count, *, group=LOCAL_GROUP, model=None, **changes):
+def engines(policy, count, *, group=LOCAL_GROUP, model=None, on_send=None, kind=Policy, **changes):
     """A pool of so many engines, in threads."""
     with contextlib.ExitStack() as opened:
-        groups = [opened.enter_context(Group(f"engine {i}", Threads())) for i in range(count)]
-        where = Policy(group=group, model=policy[0] if model is None else model, bucket_bytes=1 << 10)
+        ranks = [Threads() for _ in range(count)]
+        for each in ranks:
+            each.on_send = on_send
+        groups = [opened.enter_context(Group(f"engine {i}", each)) for i, each in enumerate(ranks)]
+        where = kind(group=group, model=policy[0] if model is None else model, bucket_bytes=1 << 10)
         yield opened.enter_context(
             EnginePool(groups, make, where, names=policy[1], pad_token_id=PAD, rows=ROWS, **changes)
         )
 
 
-def dying(monkeypatch, doomed):
-    """Each send of a label, by its number over all engines: the rank that it goes to is lost if `doomed(number)`."""
-    send, sent = Threads.send, []
+class Sent(list):
+    """The labels of what engines are sent, by its number over all engines; the rank that it goes to is lost if
+    `doomed(number, label)`."""
 
-    def losing(self, request, large):
+    doomed = staticmethod(lambda number, label: False)
+
+    def __call__(self, threads, request):
         if request.label in ("generate", "take weights", "make engine"):
-            sent.append(request.label)
-            if doomed(len(sent), request.label):
-                self.lose(0)
-        return send(self, request, large)
+            self.append(request.label)
+            if self.doomed(len(self), request.label):
+                threads.lose(0)
 
-    monkeypatch.setattr(Threads, "send", losing)
+
+def dying(doomed):
+    sent = Sent()
+    sent.doomed = doomed
     return sent
 
 
@@ -85,22 +92,22 @@ def test_a_pool_answers_what_an_engine_answers(policy, alone):
     assert len({len(x.tokens) for x in (alone, whole)}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "seed"), [(2, 1), (3, 0), (3, 2), (3, 3)])
-def test_any_number_of_engines_and_any_deaths_change_no_bit(policy, alone, monkeypatch, count, seed):
+def test_any_number_of_engines_and_any_deaths_change_no_bit(policy, alone, count, seed):
     rng = random.Random(seed)
     deaths = set() if seed == 0 else set(rng.sample(range(count + 1, count + 30), 3))
-    dying(monkeypatch, lambda number, label: number in deaths)
+    sent = dying(lambda number, label: number in deaths)
     other = {name: x + 0.1 for name, x in policy[1].items()}
-    with engines(policy, count, restarts=3) as several, warnings.catch_warnings():
+    with engines(policy, count, restarts=3, on_send=sent) as several, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         for params, version in ((other, 0), (policy[1], 1), (other, 1), (policy[1], 1)):
             rollout = several.generate(params, ask(version=version))
             assert (tree.digest(rollout) == tree.digest(alone)) == (params is policy[1])
 
 
-def test_who_dies_is_said_and_the_last_that_dies_ends_the_rollout(policy, monkeypatch):
-    with engines(policy, 2, restarts=1) as several:
-        dying(monkeypatch, lambda number, label: label == "generate")
+def test_who_dies_is_said_and_the_last_that_dies_ends_the_rollout(policy):
+    with engines(policy, 2, restarts=1, on_send=dying(lambda number, label: label == "generate")) as several:
         words = "all 2 engines are gone, after 1 starts again; the last: .*was lost in generate: the thread is gone"
         with pytest.raises(GroupDied, match=words), pytest.warns(RuntimeWarning, match="others answer for it"):
             several.generate(policy[1], ask())
@@ -113,9 +120,10 @@ def damaged(tensors, how):
     return there, {name: sync.digest(x + 1e-6, how) for name, x in there.items()}
 
 
+@pytest.mark.slow
 def test_no_engine_answers_before_it_has_confirmed_its_weights(policy, monkeypatch):
-    sent = dying(monkeypatch, lambda number, label: False)
-    with engines(policy, 2) as several:
+    sent = Sent()
+    with engines(policy, 2, on_send=sent) as several:
         several.generate(policy[1], ask())
         sent.clear()
         several.generate(policy[1], ask())
@@ -130,17 +138,18 @@ def test_no_engine_answers_before_it_has_confirmed_its_weights(policy, monkeypat
         assert sent.count("take weights") > 2  # all of them again
 
 
-def test_a_rollout_ends_no_earlier_than_who_reads_its_weights(policy, monkeypatch):
+def test_a_rollout_ends_no_earlier_than_who_reads_its_weights(policy):
     """Else a newcomer might be sent what an update has written in their place meanwhile."""
-    buckets, calls = Policy.buckets, []
+    calls = []
     reading, go_on, all_done = threading.Event(), threading.Event(), threading.Event()
 
-    def held_up(self, params):
-        calls.append(1)
-        if len(calls) == 2:  # a newcomer's
-            reading.set()
-            go_on.wait()
-        yield from buckets(self, params)
+    class HeldUp(Policy):
+        def buckets(self, params):
+            calls.append(1)
+            if len(calls) == 2:  # a newcomer's
+                reading.set()
+                go_on.wait()
+            yield from super().buckets(params)
 
     def on_finished(row, tokens, finish):
         reading.wait()
@@ -148,9 +157,8 @@ def test_a_rollout_ends_no_earlier_than_who_reads_its_weights(policy, monkeypatc
         if len(reported) == 12:
             all_done.set()
 
-    monkeypatch.setattr(Policy, "buckets", held_up)
-    reported, sent = [], dying(monkeypatch, lambda number, label: label == "generate" and sent.count(label) == 1)
-    with engines(policy, 2) as several, warnings.catch_warnings():
+    reported, sent = [], dying(lambda number, label: label == "generate" and sent.count(label) == 1)
+    with engines(policy, 2, on_send=sent, kind=HeldUp) as several, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         rollout = threading.Thread(target=several.generate, args=(policy[1], ask(on_finished=on_finished)))
         rollout.start()
@@ -167,12 +175,14 @@ def loaded(here):
     return {"model": model, "params": fsdp.shard(params, here.mesh)}
 
 
-def test_the_policy_may_be_on_ranks_that_each_hold_a_part(policy, alone, monkeypatch):
+@pytest.mark.slow
+def test_the_policy_may_be_on_ranks_that_each_hold_a_part(policy, alone):
+    sent = Sent()
     with Group("actor", Threads(shard=2)) as actor:
         there = actor.call(loaded, HERE, stays=True)
-        with engines(policy, 2, group=actor, model=there["model"]) as several:
+        with engines(policy, 2, group=actor, model=there["model"], on_send=sent) as several:
             assert tree.digest(several.generate(there["params"], ask())) == tree.digest(alone)
-            sent = dying(monkeypatch, lambda number, label: False)
+            sent.clear()
             kept = actor.call(tree.copy, there["params"], stays=True)
             several.bring(kept)
             assert set(sent) == {"take weights"}
@@ -188,40 +198,39 @@ def test_an_engine_gets_the_parameters_that_it_takes_and_no_others(policy):
 
 
 @pytest.mark.parametrize("on_host", [False, True])
-def test_weights_stay_where_the_engine_takes_them_from(policy, monkeypatch, on_host):
-    call, told = Group.call, []
+def test_weights_stay_where_the_engine_takes_them_from(policy, on_host):
+    told = []
 
-    def noted(self, *given, label, **how):
-        if label == "take weights":
-            told.append(how.get("on_host"))
-        return call(self, *given, label=label, **how)
+    def note(threads, request):
+        if request.label == "take weights":
+            told.append(request.on_host)
 
-    monkeypatch.setattr(Group, "call", noted)
-    with engines(policy, 1, on_host=on_host) as several:
+    with engines(policy, 1, on_send=note, on_host=on_host) as several:
         several.bring(policy[1])  # the policy is in this process, where reading costs nothing
         assert told == []
         several.generate(policy[1], ask())
     assert {*told} == {on_host}
 
 
-def test_how_often_engines_may_yet_be_started_is_said(policy, monkeypatch):
-    dying(monkeypatch, lambda number, label: number == 4)
-    with engines(policy, 2, restarts=3) as several, pytest.warns(RuntimeWarning) as warned:
+def test_how_often_engines_may_yet_be_started_is_said(policy):
+    sent = dying(lambda number, label: number == 4)
+    with engines(policy, 2, restarts=3, on_send=sent) as several, pytest.warns(RuntimeWarning) as warned:
         several.generate(policy[1], ask())
     (said,) = [str(each.message) for each in warned if each.category is RuntimeWarning]
     assert "others answer for it, and it may be started again" in said
     assert " of 3 times more" in said
 
 
-def test_rows_are_reported_once_each_as_requests_are_answered(policy, alone, monkeypatch):
-    dying(monkeypatch, lambda number, label: number == 4)
+@pytest.mark.slow
+def test_rows_are_reported_once_each_as_requests_are_answered(policy, alone):
     rows = {}
 
     def on_finished(row, tokens, finish):
         assert row not in rows
         rows[row] = (tokens, finish)
 
-    with engines(policy, 2) as several, pytest.warns(RuntimeWarning, match="others answer for it"):
+    sent = dying(lambda number, label: number == 4)
+    with engines(policy, 2, on_send=sent) as several, pytest.warns(RuntimeWarning, match="others answer for it"):
         several.generate(policy[1], ask(on_finished=on_finished))
     width = alone.response_mask.shape[1]
     expected = [

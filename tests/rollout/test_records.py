@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import attrs
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,9 +11,8 @@ from fppo import batch as batches
 from fppo.batch import Scored
 from fppo.data.stops import StopTexts
 from fppo.key import Key
-from fppo.rollout import records
 from fppo.rollout.engine import Ask, Sampling
-from fppo.rollout.records import DrawnStep, Fed, FinishedRows, Steps, assemble, experts_of_prompts
+from fppo.rollout.records import Response, rollout_of, widened
 from tests.rollout.test_embedded import make_prompts
 
 LETTERS = tuple(bytes([97 + token % 5]) for token in range(20))
@@ -42,24 +40,20 @@ def ended(tokens, sampling):
     st.integers(0, 9),
 )
 def test_a_rollout_has_what_was_drawn_up_to_each_rows_end(rows, n, sampling, routed, seed):
-    """Steps come in any order of rows, also of rows that have ended; experts in parts, in any order."""
     g = torch.Generator().manual_seed(seed)
     prompts, limits = make_prompts([size for size, _ in rows], seed=seed, extra=1), [most for _, most in rows]
     ask = Ask(prompts, attrs.evolve(sampling, n=n, max_tokens=6), Key(0), version=8, limits=torch.tensor(limits))
-    count, width, before = n * len(rows), max(limits), prompts.tokens.shape[1]
-    drawn = torch.randint(0, 20, (count, width), generator=g)
-    steps, fed = [], []
-    for position in range(width):
-        order = torch.randperm(count, generator=g)
-        own = drawn[order, position]
-        steps.append(DrawnStep(order, position, own, -own / 4.0 - position, -own / 2.0 - position))
-        fed.append(Fed(order, torch.full_like(order, position), (own + 100)[:, None, None].to(torch.uint8)))
-    steps = [steps[i] for i in torch.randperm(width, generator=g).tolist()]
-    index = prompts.attention_mask.flatten().nonzero()[:, 0]
-    experts = torch.cat([prompts.tokens.flatten()[index], torch.tensor([250])])[:, None, None].to(torch.uint8)
-    fed.append(experts_of_prompts(experts, index, torch.arange(count).view(-1, n), before))
-    rollout = assemble(steps, fed if routed else [], ask, torch.arange(count) + 7, limits=limits, pad_token_id=19)
-    assert rollout.row_ids.tolist() == [*range(7, 7 + count)]
+    count, before = n * len(rows), prompts.tokens.shape[1]
+    drawn = torch.randint(0, 20, (count, 6), generator=g)
+    answers = []
+    for row in range(count):
+        own, places = drawn[row, : limits[row // n]], torch.arange(limits[row // n])
+        answer = Response.of(own, -own / 4.0 - places, -own / 2.0 - places, sampling)
+        prompt = prompts.tokens[row // n][prompts.attention_mask[row // n]]
+        ran = torch.cat([prompt, answer.tokens + 100])[:-1]
+        answers.append(answer._replace(experts=ran[:, None, None].to(torch.uint8) if routed else None))
+    rollout = rollout_of(ask, answers, pad_token_id=19, device=torch.device("cpu"))
+    assert rollout.row_ids.tolist() == [x * n + j for x in prompts.row_ids.tolist() for j in range(n)]
     assert rollout.versions.tolist() == [8] * count
     for row in range(count):
         length, stopped = ended(drawn[row, : limits[row // n]].tolist(), sampling)
@@ -83,59 +77,6 @@ def test_a_rollout_has_what_was_drawn_up_to_each_rows_end(rows, n, sampling, rou
     assert routed or rollout.routed is None
 
 
-@settings(max_examples=40)
-@given(
-    st.lists(st.lists(st.tuples(st.integers(0, 19), st.booleans()), min_size=3, max_size=3), max_size=6),
-    st.lists(st.integers(1, 4), min_size=3, max_size=3),
-)
-def test_rows_are_reported_once_as_they_end(steps, limits):
-    heard, expected, told = [], [], {}
-    finished = FinishedRows(lambda *what: heard.append(what), limits, Sampling())
-    for position, tokens in enumerate(steps):
-        order = [(position + i) % 3 for i in range(3)]
-        own = [tokens[row] for row in order]
-        stops = torch.tensor([stopped for _, stopped in own])
-        log_probs = torch.zeros(3)
-        finished(
-            DrawnStep(torch.tensor(order), position, torch.tensor([t for t, _ in own]), log_probs, log_probs), stops
-        )
-        for row, (token, stopped) in zip(order, own, strict=True):
-            if row in {each[0] for each in expected}:
-                continue
-            told.setdefault(row, []).append(token)
-            if stopped or len(told[row]) == limits[row]:
-                expected.append((row, told[row], "stop" if stopped else "length"))
-        assert heard == expected
-
-
-@settings(max_examples=40)
-@given(st.lists(st.integers(1, 4), max_size=9), st.integers(1, 7))
-def test_steps_are_scored_in_their_order_however_many_at_once(sizes, most):
-    asked = []
-
-    def score(hidden, tokens):
-        asked.append(len(tokens))
-        return hidden[:, 0] * 100 + tokens
-
-    steps = Steps(score)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(records, "_SCORED", most)
-        expected = []
-        for position, size in enumerate(sizes):
-            tokens, hidden = torch.arange(size), torch.full((size, 2), float(position))
-            step = DrawnStep(torch.arange(size) + 1, position, tokens, torch.zeros(size), torch.ones(size))
-            steps.add(step, hidden)
-            expected.append(position * 100.0 + tokens)
-            assert sum(asked) >= sum(sizes[: position + 1]) - most
-        taken = steps.taken()
-    assert [step.position for step in taken] == [*range(len(sizes))]
-    assert sum(asked) == sum(sizes)
-    for step, log_probs, size in zip(taken, expected, sizes, strict=True):
-        assert torch.equal(step.log_probs, log_probs)
-        assert torch.equal(step.sampling_log_probs, torch.ones(size))
-        assert torch.equal(step.rows, torch.arange(size) + 1)
-
-
 @settings(max_examples=32)
 @given(st.integers(0, 3), st.integers(0, 3), st.booleans())
 def test_a_wider_rollout_has_each_token_where_it_was(left, right, whole):
@@ -143,9 +84,8 @@ def test_a_wider_rollout_has_each_token_where_it_was(left, right, whole):
     prompts = make_prompts((2, 3))
     ask = Ask(prompts, Sampling(stop_token_ids=(3,)), Key(0))
     tokens = torch.tensor([[7, 3, 8], [9, 9, 9]])
-    rollout = records.rollout_of(
-        ask, tokens, torch.ones(2, 3).bool(), -tokens / 2.0, -tokens / 3.0, row_ids=torch.arange(2), pad_token_id=0
-    )
+    rows = [Response.of(own, -own / 2.0, -own / 3.0, ask.sampling) for own in tokens]
+    rollout = rollout_of(ask, rows, pad_token_id=0, device=torch.device("cpu"))
     numbers = torch.arange(1, 7).view(2, 3)
     if whole:
         rollout = attrs.evolve(
@@ -157,7 +97,7 @@ def test_a_wider_rollout_has_each_token_where_it_was(left, right, whole):
         )
         more = {"scores": torch.ones(2), "named_scores": {}, "teacher_log_probs": numbers / 5.0}
         rollout = batches.extend(Scored, rollout, **more)
-    wide = records.widened(rollout, 3 + left, 3 + right, 5)
+    wide = widened(rollout, 3 + left, 3 + right, 5)
     blank = {"tokens": 5, "turn_ids": -1}
     of_rows = 0
     for field in attrs.fields(type(rollout)):

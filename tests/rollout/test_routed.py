@@ -42,6 +42,7 @@ def ran(rows):
     return mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
 def test_the_engine_tells_what_it_chose_and_replayed_it_is_the_plain_pass(name):
     model, params, rows = sampled(name)
@@ -101,6 +102,7 @@ def test_a_mutated_choice_is_noticed():
         assert shares["training/rerouted/tokens"] >= 1 / count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes", [{"tensor": 2}, {"shard": 2}, {"expert": 2, "pipeline": 2}, {"expert": 2, "tensor": 2}]
 )
@@ -131,6 +133,7 @@ class Numbered:
         return tree.replace(rollout, routed=completed_experts(number, rollout.attention_mask))
 
 
+@pytest.mark.slow
 def test_a_token_of_several_turns_has_the_experts_of_the_turn_that_first_ran_it():
     model, params = make("qwen3_moe")
     answer = [{"role": "tool", "content": "h5"}]

@@ -52,6 +52,7 @@ def near(got, expected):
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12, equal_nan=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_scores_of_a_prompt_are_those_of_a_whole_pass(data):
@@ -94,6 +95,7 @@ def test_scores_of_a_prompt_are_those_of_a_whole_pass(data):
     assert all(found[one.name].prompt_scores is None for one in bare)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.integers(2, 9), st.data())
 def test_logits_begin_at_the_first_position_that_is_scored(length, data):
@@ -128,6 +130,7 @@ def test_alternatives_are_drawn_by_the_key_the_row_and_the_position():
     assert torch.equal(likeliest, logits.argmax(-1, keepdim=True).expand(-1, 3))
 
 
+@pytest.mark.slow
 def test_alternatives_follow_the_distribution():
     """By a chi-square statistic with 30 degrees of freedom, far below what another temperature gives."""
     model, params = make("qwen2")

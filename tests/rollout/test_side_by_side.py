@@ -14,7 +14,7 @@ from fppo.models import lora
 from fppo.models.adapted import Lora
 from fppo.models.precision import KeepDouble
 from fppo.models.several import Adapter, fitted
-from fppo.rollout import opened as opening
+from fppo.rollout import drawn as drawing
 from fppo.rollout import places
 from fppo.rollout.engine import Sampling
 from fppo.rollout.requests import Request
@@ -97,6 +97,7 @@ def same(got, expected, atol=1e-12):
     torch.testing.assert_close(got.log_probs, expected.log_probs, rtol=0, atol=atol)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     owners=st.lists(st.sampled_from([None, *SPECS]), min_size=12, max_size=12),
@@ -114,7 +115,7 @@ def test_each_row_is_answered_as_by_its_adapter_alone(owners, cut, between, max_
     asked = [request(row, own, scores=Scores(prompt=True)) for row, own in enumerate(owners)]
     engine = engine_of(model, max_rows=max_rows, prefill_tokens=prefill, graphs=graphs)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (places, opening):
+        for module in (places, drawing):
             patch.setattr(module, "CHUNK", chunk)
         found = together(engine, params, adapters, asked[:cut], asked[cut:], between)
     for row, own in enumerate(owners):
@@ -126,6 +127,7 @@ def test_each_row_is_answered_as_by_its_adapter_alone(owners, cut, between, max_
         assert set(got.versions.tolist()) <= {0 if own is None else len(own)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gemma2", "gemma3", "phi3", "gpt_neox", "opt", "cohere"])
 def test_families_answer_side_by_side(name):
     """By their own modules too, with weights stored either way, tied and capped heads."""

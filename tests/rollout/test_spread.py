@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import attrs
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,6 +51,7 @@ MESHES = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.lists(
@@ -59,8 +61,9 @@ MESHES = st.sampled_from(
     MESHES,
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )
-def test_ranks_give_together_what_one_process_gives(asked, n, mesh_of, routed, listens):
+def test_ranks_give_together_what_one_process_gives(asked, n, mesh_of, routed, versioned, listens):
     """Some ranks have no prompt, and some responses are the longest on one rank alone."""
     (axes, together), params = mesh_of, {"x": torch.tensor(0.0)}
     sampling = Sampling(n=n, max_tokens=6, stop_token_ids=(3, 5, 9))
@@ -72,10 +75,10 @@ def test_ranks_give_together_what_one_process_gives(asked, n, mesh_of, routed, l
         listening = attrs.evolve(ask, on_finished=(lambda *what: heard.append(what)) if listens else None)
         return generate(params, listening), heard
 
-    whole, ends = told_by(Telling(routed=routed, versioned=False).generate)
+    whole, ends = told_by(Telling(routed=routed, versioned=versioned).generate)
 
     def on_rank(mesh):
-        inner = Telling(routed=routed, versioned=False)
+        inner = Telling(routed=routed, versioned=versioned)
         spread = SpreadEngine(engine=inner, mesh=mesh, pad_token_id=0, together=together)
         return *told_by(spread.generate), inner.asked[0], mesh
 

@@ -71,7 +71,7 @@ def test_a_bound_in_bytes_counts_states_and_keys_and_values(name):
     kept = getattr(out, "past_key_values", None) or out.cache_params
     one = sum(bytes_of(vars(layer)) for layer in kept.layers)
     sampling, prompt = Sampling(max_tokens=9), make_prompts((7,))
-    with pytest.raises(ValueError, match=f"one row of 16 tokens has {one:,} bytes"):
+    with pytest.raises(ValueError, match=f"16 tokens, {one:,} bytes of keys and values"):
         engine_of(model, cache_bytes=one - 1).generate(params, Ask(prompt, sampling, Key(0)))
     engine_of(model, cache_bytes=one).generate(params, Ask(prompt, sampling, Key(0)))
     asked = Request(name="a", ids=prompt.tokens[0].tolist(), sampling=sampling, key=Key(0))

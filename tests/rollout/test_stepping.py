@@ -6,8 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fppo.key import Key
-from fppo.rollout import cache as caches
-from fppo.rollout import embedded, stepping
+from fppo.rollout import embedded, places, stepping
 from fppo.rollout.engine import Ask, Sampling
 from fppo_kernels.collectives import Axis
 from tests.models.families import make
@@ -57,14 +56,10 @@ def test_a_recorded_step_is_the_step(name, monkeypatch):
     """Over padding, windows, rows that end, and a cache that grows; what is not yet written holds what may be."""
     log = []
     monkeypatch.setattr(embedded, "_as_it_is", by_operations(log))
-    monkeypatch.setattr(embedded, "CHUNK", 4)
-    monkeypatch.setattr(embedded, "ALIGNED", 3)
-    blank = caches._blank
-    monkeypatch.setattr(
-        caches, "_blank", lambda like, shape, zeroed: blank(like, shape, zeroed).fill_(0.0 if zeroed else torch.nan)
-    )
+    monkeypatch.setattr(places, "CHUNK", 4)
+    monkeypatch.setattr(places, "ALIGNED", 3)
     model, params = make(name)
-    sampling = Sampling(n=2, max_tokens=14, stop_token_ids=STOPS)
+    sampling = Sampling(n=2, max_tokens=34, stop_token_ids=STOPS)
     ask = Ask(make_prompts(seed=4), sampling, Key(5))
     plain, fixed = (engine_of(model, graphs=graphs).generate(params, ask) for graphs in (False, True))
     assert torch.equal(plain.tokens, fixed.tokens)
@@ -87,12 +82,11 @@ def test_a_gpu_records_what_can_be_recorded(monkeypatch):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_cuda_graphs_give_the_same(dtype, monkeypatch):
-    monkeypatch.setattr(embedded, "CHUNK", 8)
+def test_cuda_graphs_give_the_same(dtype):
     model, params = make("qwen2", dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
     model = attrs.evolve(model, compute_dtype=dtype)
     params = {name: x.cuda() for name, x in params.items()}
-    ask = Ask(make_prompts(seed=4), Sampling(n=2, max_tokens=40, stop_token_ids=STOPS), Key(5))
+    ask = Ask(make_prompts(seed=4), Sampling(n=2, max_tokens=200, stop_token_ids=STOPS), Key(5))
     plain, fixed = (engine_of(model, graphs=graphs).generate(params, ask) for graphs in (False, None))
     if dtype == torch.float64:
         assert torch.equal(plain.tokens, fixed.tokens)

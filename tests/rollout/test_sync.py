@@ -27,7 +27,7 @@ def params_of(*sizes):
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (5, 3), (2, 3, 4)])
 @pytest.mark.parametrize("how", ["bytes", "sums"])
 def test_digests_see_bytes_shape_and_dtype(dtype, shape, how):
-    digest = functools.partial(sync.digest, how=how)
+    digest = functools.partial(sync.digest, method=how)
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 5).to(dtype)
     assert digest(x) == digest(x.clone())
     assert digest(x) != digest(x[None])
@@ -45,7 +45,7 @@ def test_digests_see_bytes_shape_and_dtype(dtype, shape, how):
 
 @pytest.mark.parametrize("how", ["bytes", "sums"])
 def test_digests_see_one_bit_anywhere(how):
-    digest = functools.partial(sync.digest, how=how)
+    digest = functools.partial(sync.digest, method=how)
     x = torch.randn(3 * digests.BLOCK // 2, generator=torch.Generator().manual_seed(0))
     seen = {digest(x)}
     for place in (0, 1, digests.BLOCK - 1, digests.BLOCK, len(x) - 1):
@@ -74,8 +74,8 @@ def test_digests_are_the_same_on_every_device(count, dtype, monkeypatch):
 
 def test_sums_are_taken_where_a_tensor_is_not_on_the_host():
     host, elsewhere = torch.zeros(1), torch.zeros(1, device="meta")
-    assert sync.how_of([host, host]) == "bytes"
-    assert sync.how_of([host, elsewhere]) == "sums"
+    assert sync.digest_method([host, host]) == "bytes"
+    assert sync.digest_method([host, elsewhere]) == "sums"
     assert digest(host) == digest(host, "bytes") != digest(host, "sums")
 
 

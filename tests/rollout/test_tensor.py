@@ -8,15 +8,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fppo import models
 from fppo.key import Key
-from fppo.rollout import cache as caches
-from fppo.rollout import decoder, embedded
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.spread import SpreadEngine
-from fppo.runtime.layout import Cut
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
 from tests.models.families import make
-from tests.rollout.test_embedded import PAD, STOPS, engine_of, make_prompts
+from tests.rollout.test_embedded import KERNELS, PAD, STOPS, engine_of, make_prompts
 
 PLAIN = Sampling(n=2, max_tokens=6, stop_token_ids=STOPS)
 CUT = Sampling(temperature=0.8, top_k=20, top_p=0.9, max_tokens=4)
@@ -44,7 +41,7 @@ def on_ranks(model, params, axes, ask, **changes):
         mesh = attrs.evolve(mesh, sharding=Sharding())
         placed = models.place(model, mesh)
         own, reported = models.own_params(placed, params, mesh), {}
-        engine = engine_of(placed, mesh=mesh, **changes)
+        engine = attrs.evolve(engine_of(placed, mesh=mesh), **changes)
         spread = SpreadEngine(engine=engine, mesh=mesh, pad_token_id=PAD, together=engine.together)
         asked = attrs.evolve(ask, on_finished=lambda row, tokens, finish: reported.update({row: (tokens, finish)}))
         with Shapes() as shapes:
@@ -54,41 +51,32 @@ def on_ranks(model, params, axes, ask, **changes):
     return simulate(axes, on_rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "axes", "sampling", "fast"),
+    ("name", "axes", "sampling"),
     [
-        ("qwen2", {"tensor": 4}, PLAIN, True),  # of 2 key heads
-        ("llama", {"shard": 2, "tensor": 2}, CUT, True),
-        ("qwen3", {"pipeline": 2, "tensor": 2}, PLAIN, True),
-        pytest.param("mistral", {"tensor": 2}, CUT, True, marks=pytest.mark.slow),
-        pytest.param("gemma2", {"replicate": 2, "tensor": 2}, PLAIN, False, marks=pytest.mark.slow),
-        ("olmo2", {"tensor": 4}, CUT, False),
-        pytest.param("gpt_oss", {"tensor": 2}, PLAIN, False, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", {"tensor": 2}, attrs.evolve(PLAIN, greedy=True), False, marks=pytest.mark.slow),
+        ("qwen2", {"tensor": 4}, PLAIN),  # of 2 key heads
+        ("llama", {"shard": 2, "tensor": 2}, CUT),
+        ("qwen3", {"pipeline": 2, "tensor": 2}, PLAIN),
+        pytest.param("mistral", {"tensor": 2}, CUT, marks=pytest.mark.slow),
+        pytest.param("gemma2", {"replicate": 2, "tensor": 2}, PLAIN, marks=pytest.mark.slow),
+        ("olmo2", {"tensor": 4}, CUT),
+        pytest.param("gpt_oss", {"tensor": 2}, PLAIN, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {"tensor": 2}, attrs.evolve(PLAIN, greedy=True), marks=pytest.mark.slow),
     ],
 )
-def test_ranks_of_a_tensor_axis_draw_together_what_one_process_draws(name, axes, sampling, fast, monkeypatch):
+def test_ranks_of_a_tensor_axis_draw_together_what_one_process_draws(name, axes, sampling):
     model, params = make(name)
     ask = Ask(make_prompts(), sampling, Key(3))
     expected = engine_of(model).generate(params, ask)
-    allocate, join, cached, joined, made = caches.allocate, Cut.join, [], [], []
+    heads = set[int]()
 
-    def watched(*like, **how):
-        cache = allocate(*like, **how)
-        cached.extend(x.shape[:2] for pair in cache.values() for x in pair)
-        return cache
+    def decodes(query, keys, values, *given, **keywords):
+        heads.update((keys.shape[1], values.shape[1]))
+        return KERNELS.decode_attention(query, keys, values, *given, **keywords)
 
-    monkeypatch.setattr(caches, "allocate", watched)
-    monkeypatch.setattr(
-        embedded, "decoder_of", lambda *args, **how: made.append(decoder.decoder_of(*args, **how)) or made[-1]
-    )
-    monkeypatch.setattr(Cut, "join", lambda *args: joined.append(args) or join(*args))
-    ranks = on_ranks(model, params, axes, ask)
-    assert {found is not None for found in made} == {fast}
-    rows, heads = zip(*cached, strict=True)
-    assert set(heads) == {max(1, 2 // axes["tensor"])}  # of keys and values, each in 2 layers
-    assert sum(rows) == 2 * 2 * axes["tensor"] * 6 * sampling.n
-    assert joined == []
+    ranks = on_ranks(model, params, axes, ask, kernels=attrs.evolve(KERNELS, decode_attention=decodes))
+    assert heads == {max(1, 2 // axes["tensor"])}
     for rollout, _, seen in ranks:
         assert torch.equal(rollout.tokens, expected.tokens)
         assert rollout.finish == expected.finish
@@ -105,6 +93,7 @@ def test_ranks_of_a_tensor_axis_draw_together_what_one_process_draws(name, axes,
             assert (expected.tokens[row, -len(own) :][own].tolist(), expected.finish[row]) == (tokens, finish)
 
 
+@pytest.mark.slow
 def test_waves_and_ranks_without_prompts():
     """The bound of one rank's bytes is of its part of a row: 2 layers of keys and values of one head, 9 x 4 numbers."""
     model, params = make("qwen2")

@@ -221,6 +221,7 @@ def players():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", players())
 def test_a_template_that_drops_nothing_gives_the_same_tokens_and_log_probs(name):
     model, params = make("qwen2")
@@ -251,6 +252,7 @@ def annotated(rollout, at=None):
     return extend(Annotated, scored, old_log_probs=rollout.rollout_log_probs, values=rollout.rollout_log_probs.sin())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [advantages.grpo, advantages.gae, advantages.turn_gae])
 def test_and_the_same_update(estimator):
     """One step of training from rows of turns is the one from whole responses, in several mini-batches."""
@@ -277,6 +279,7 @@ def test_and_the_same_update(estimator):
         torch.testing.assert_close(got[name], expected[name], rtol=0, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_ranks_play_the_same_rows():
     model, _ = make("qwen2")
     _, expected = both(embedded(model), runner(environments.Count))
@@ -291,6 +294,7 @@ def test_ranks_play_the_same_rows():
         assert other.observed == expected.observed
 
 
+@pytest.mark.slow
 def test_rows_have_the_experts_of_their_own_prompts():
     model, params = make("qwen3_moe")
     _, rows = both(embedded_of(model, routed=True), ToolRunner(test_turns.talkative, inline=True), made=(model, params))

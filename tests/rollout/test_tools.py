@@ -1,4 +1,4 @@
-"""ToolRunner that answer turns: the calculator computes and nothing else, and any tool may fail."""
+"""Tools that answer turns: the calculator computes and nothing else, and any tool may fail."""
 
 import asyncio
 import logging
@@ -8,12 +8,14 @@ import time
 import pytest
 
 from fppo.data.examples import MESSAGES
+from fppo.environments.calls import PlayedStep
 from fppo.environments.protocol import Reply
 from fppo.rollout.turns import tools
-from fppo.rollout.turns.runner import ToolResult, ToolRunner, player_of
+from fppo.rollout.turns.runner import ToolRunner
 
 HERE = __name__
 ASK = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "<<2*3=", "end": "="}]
+SAID = Reply("<<2*3=", (1,), "=")
 
 
 @pytest.mark.parametrize(
@@ -100,31 +102,49 @@ def rubbish(conversation):
     }[conversation[0]["content"]]
 
 
-SIX = ToolResult([{"role": "tool", "content": "6"}])
+def answers(ready, *contents):
+    """What a tool answers to a turn after prompts with these contents."""
+    begun = ready.reset(
+        [{MESSAGES: [{"role": "user", "content": content}]} for content in contents], [0] * len(contents)
+    )
+    return ready.step([played.state for played in begun], [SAID] * len(contents))
+
+
+def goes_on(content, text, *, failed=False):
+    """The step of a tool that answered `text`."""
+    told = [{"role": "tool", "content": text}]
+    return PlayedStep([{"role": "user", "content": content}, ASK[1], *told], told, failed=failed)
+
+
+def ends(content, *, failed=False):
+    """The step of a tool that ended the response."""
+    return PlayedStep([{"role": "user", "content": content}], done=True, failed=failed)
 
 
 @pytest.mark.parametrize("inline", [True, False])
 @pytest.mark.parametrize("fn", [six, six_later])
 def test_functions_and_coroutines_answer(fn, inline):
     with ToolRunner(fn, inline=inline) as ready:
-        assert ready.respond([ASK] * 5) == [SIX] * 5
-        assert ready.respond([]) == []
+        assert answers(ready, *"xxxxx") == [goes_on("x", "6")] * 5
+        assert answers(ready) == []
 
 
-def asked(*contents):
-    return [[{"role": "user", "content": content}, ASK[1]] for content in contents]
-
-
+@pytest.mark.slow
 def test_failures_are_told_counted_and_logged(caplog):
-    conversations = asked("fine", "raise", "exit", "hang", "change", "fine")
+    asked = ("fine", "raise", "exit", "hang", "change", "fine")
     with caplog.at_level(logging.WARNING), ToolRunner(moody, failure="oops", time_limit=4.0) as ready:
-        results = ready.respond(conversations)
-    messages = ToolResult([{"role": "tool", "content": "oops"}], failed=True)
-    assert results == [ToolResult(None), messages, messages, messages, ToolResult(None), ToolResult(None)]
-    assert "the tool 'moody' failed on 3 of 6 turns; number 1: RuntimeError: no" in caplog.text
-    assert conversations == asked("fine", "raise", "exit", "hang", "change", "fine")
+        results = answers(ready, *asked)
+    oops = [goes_on(content, "oops", failed=True) for content in asked[1:4]]
+    assert results == [ends("fine"), *oops, ends("change"), ends("fine")]
+    assert "the tool 'moody' failed on 3 of 6 calls: RuntimeError: no" in caplog.text
     with ToolRunner(moody, failure="", inline=True) as ready:
-        assert ready.respond(asked("raise", "change")) == [ToolResult(None, failed=True), ToolResult(None)]
+        assert answers(ready, "raise", "change") == [ends("raise", failed=True), ends("change")]
+
+
+def test_a_turn_that_goes_on_without_a_message_is_left_out_of_the_conversation():
+    with ToolRunner(lambda conversation: [], inline=True) as ready:
+        assert not ready.judges
+        assert answers(ready, "x") == [PlayedStep([{"role": "user", "content": "x"}], [])]
 
 
 @pytest.mark.parametrize("inline", [True, False])
@@ -142,20 +162,38 @@ def test_a_result_that_is_no_messages_is_an_error(content, text, inline):
     if not inline and content != "text":
         return
     with ToolRunner(rubbish, inline=inline) as ready, pytest.raises(ValueError, match=f"'rubbish' returned .*{text}"):
-        ready.respond(asked(content))
+        answers(ready, content)
 
 
-def test_a_tool_runs_as_it_was_told():
-    limits = {"time_limit": 2.5, "workers": 3, "concurrency": 5, "start_limit": 6.5, "retries": 4}
-    ready = ToolRunner(six_later, failure="no", **limits)
-    assert (ready._time_limit, ready._workers, ready._concurrency, ready._retries) == (2.5, 3, 5, 4)
-    assert (ready._pool._count, ready._pool._start_limit, ready._pool._names) == (3, 6.5, "tool six_later")
-    assert (ready._tool.name, ready._tool.asynchronous, ready._tool.inline, ready._failure, ready._role) == (
-        *("six_later", True, False, "no"),
-        "tool",
-    )
-    here = ToolRunner(six, inline=True)
-    assert (here._pool, here._tool.asynchronous, here._tool.inline, here._failure) == (None, False, True, "error")
+async def slow(conversation):
+    await asyncio.sleep(60)
+
+
+def test_an_episode_begins_while_another_waits_for_its_tool():
+    with ToolRunner(slow, inline=True, time_limit=90.0) as ready, ready.open() as calls:
+        calls.step(1, ASK[:1], SAID)
+        calls.reset(2, {MESSAGES: ASK[:1]}, 0)
+        assert calls.taken(wait=True) == [(2, PlayedStep(ASK[:1]))]
+
+
+class Unsteady:
+    """A tool that fails, or sleeps, at its first call in a process."""
+
+    def __init__(self, seconds):
+        self.seconds, self.called = seconds, False
+
+    def __call__(self, conversation):
+        first, self.called = not self.called, True
+        if first and self.seconds is None:
+            raise RuntimeError("not yet")
+        time.sleep(self.seconds if first else 0)
+
+
+@pytest.mark.slow
+def test_a_tool_has_its_own_time_limit_and_retries():
+    for seconds, retries in ((None, 0), (None, 1), (60, 1)):  # a process that was killed begins anew, and sleeps again
+        with ToolRunner(Unsteady(seconds), time_limit=1.0, retries=retries, failure="") as ready:
+            assert answers(ready, "x") == [ends("x", failed=(seconds, retries) != (None, 1))]
 
 
 def test_names():
@@ -180,32 +218,3 @@ def broken():
         return next(numbers)
 
     return broken
-
-
-class Echoes:
-    """Answers to turns, without a `ToolRunner`: "end" ends a response, "=" is let go on, others are repeated."""
-
-    def respond(self, conversations):
-        said = [conversation[-1]["content"] for conversation in conversations]
-        answers = {"end": ToolResult(None), "=": ToolResult([], failed=True)}
-        return [answers.get(text, ToolResult([{"role": "tool", "content": f"{text}!"}])) for text in said]
-
-
-def test_what_answers_all_turns_together_plays_like_a_tool():
-    player, asked = player_of(Echoes()), [{"role": "user", "content": "x"}]
-    assert not player.judges
-    with player.open() as calls:
-        for number in (4, 7, 9):
-            calls.reset(number, {MESSAGES: asked}, 0)
-        begun = dict(calls.taken(wait=True))
-        assert [played.state for played in begun.values()] == [asked] * 3
-        for number, text in zip(begun, ("a", "=", "end")):
-            calls.step(number, begun[number].state, Reply(text, (1,), "."))
-        again, on, over = (played for _, played in sorted(calls.taken(wait=True)))
-    answer = [{"role": "tool", "content": "a!"}]
-    assert (again.state, again.messages) == (
-        [*asked, {"role": "assistant", "content": "a", "end": "."}, *answer],
-        answer,
-    )
-    assert (on.state, on.messages, on.done, on.failed) == (asked, [], False, True)  # its turn goes on
-    assert (over.state, over.done, over.failed) == (asked, True, False)

@@ -16,7 +16,7 @@ from fppo.pipeline import turn_metrics
 from fppo.quickstart import character_tokenizer
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
-from fppo.rollout.records import number_rows, rollout_of
+from fppo.rollout.records import Response, rollout_of
 from fppo.rollout.spread import SpreadEngine
 from fppo.rollout.turns import tools
 from fppo.rollout.turns.engine import TurnsEngine
@@ -105,81 +105,6 @@ def test_one_turn_is_the_inner_engines_rollout(sampling, changes):
     assert tree.digest(unnumbered(sampled)) == tree.digest(expected)
 
 
-def one_row(inner, params, prompt, row_id, sampling, key, *, respond, max_turns, turn_tokens, most):
-    """The response of one row, turn by turn: tokens, what the policy chose, their log-probs, and the finish."""
-    tokens, chosen, log_probs = [], [], []
-    talk, words = [{"role": "user", "content": TOKENIZER.decode(prompt)}], ""
-    for turn in range(1, max_turns + 1):
-        asked = attrs.evolve(
-            make_prompts((len(prompt) + len(tokens),)),
-            tokens=torch.tensor([[*prompt, *tokens]]),
-            row_ids=torch.tensor([row_id]),
-        )
-        bound = min(most - len(tokens), turn_tokens or most)
-        place = key if turn == 1 else key.fold("turn", turn)
-        out = inner.generate(params, Ask(asked, attrs.evolve(sampling, n=1, max_tokens=bound), place))
-        new, _ = response(out, 0)
-        tokens, chosen = tokens + new, chosen + [True] * len(new)
-        log_probs += out.rollout_log_probs[0, : len(new)].tolist()
-        if out.finish[0] == "length" or turn == max_turns:
-            return tokens, chosen, log_probs, out.finish[0]
-        words += "".join(TOKENIZER.decode(new[:-1] if new[-1] == 1 else new))
-        turn_message = {"role": "assistant", "content": words, "end": TOKENIZER.decode(new[-1:])}
-        reported = respond([*talk, turn_message])
-        if reported is None:
-            return tokens, chosen, log_probs, "stop"
-        observed = TOKENIZER.encode("".join(message["content"] for message in reported))
-        if len(tokens) + len(observed) >= most:
-            return tokens, chosen, log_probs, "length"
-        if reported:
-            talk, words = [*talk, turn_message, *reported], ""
-        tokens, chosen = tokens + observed, chosen + [False] * len(observed)
-        log_probs += [0.0] * len(observed)
-    raise AssertionError
-
-
-@pytest.mark.parametrize(
-    ("sampling", "changes"),
-    [(SAMPLING, {}), (CUT, {"turn_tokens": 5}), (attrs.evolve(CUT, max_tokens=12), {"max_turns": 2})],
-    ids=["plain", "short turns", "two turns"],
-)
-def test_rows_are_those_of_a_loop_over_single_rows(sampling, changes):
-    """Whatever shares the batch: draws, budgets, observations, conversations."""
-    model, params = make("qwen2")
-    prompts = make_prompts(extra=1)
-    limits = torch.tensor([30, 14, 4, 30, 19, 1]) if changes.get("turn_tokens") else None
-    engine = engine_of(embedded(model, max_rows=4), **changes)
-    sampled = engine.generate(params, Ask(prompts, sampling, Key(5), limits=limits))
-    finishes, holes = set(), 0
-    for row in range(6 * sampling.n):
-        number = row // sampling.n
-        prompt = prompts.tokens[number][prompts.attention_mask[number]].tolist()
-        most = sampling.max_tokens if limits is None else min(int(limits[number]), sampling.max_tokens)
-        tokens, chosen, log_probs, finish = one_row(
-            embedded(model),
-            params,
-            prompt,
-            int(sampled.row_ids[row]),
-            sampling,
-            Key(5),
-            respond=talkative,
-            max_turns=engine.max_turns,
-            turn_tokens=engine.turn_tokens,
-            most=most,
-        )
-        assert (tokens, chosen) == response(sampled, row)
-        assert sampled.finish[row] == finish
-        assert len(tokens) <= most
-        assert chosen[-1]  # never an observation
-        got = sampled.rollout_log_probs[row, : len(tokens)]
-        torch.testing.assert_close(got, torch.tensor(log_probs, dtype=torch.float64), rtol=0, atol=1e-10)
-        assert (sampled.rollout_log_probs[row, len(tokens) :] == 0).all()
-        finishes.add(finish)
-        holes += not all(chosen)
-    assert finishes == {"stop", "length"}
-    assert holes > 2
-
-
 def test_the_record():
     sampled, prompts = generated(), make_prompts()
     width = sampled.response_mask.shape[1]
@@ -203,6 +128,7 @@ def test_the_record():
     assert report["rollout/tool_failures"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "at"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 def test_chosen_tokens_have_the_log_probs_of_the_whole_context(dtype, at):
     model, params = make("qwen2", dtype=dtype)
@@ -219,6 +145,7 @@ def test_chosen_tokens_have_the_log_probs_of_the_whole_context(dtype, at):
     torch.testing.assert_close(sampled.rollout_log_probs, log_probs, rtol=0, atol=at)
 
 
+@pytest.mark.slow
 def test_draws_depend_on_key_row_and_turn_alone():
     model, params = make("qwen2")
     engine, prompts = engine_of(embedded(model)), make_prompts()
@@ -239,6 +166,7 @@ def erratic(conversation):
     return [{"role": "tool", "content": str(random.randrange(10**6))}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"shard": 2}, {"replicate": 2, "shard": 2}, {"sequence": 3}])
 def test_ranks_share_the_calls_and_hear_the_same(axes):
     model, params = make("qwen2")
@@ -279,6 +207,7 @@ def failing(conversation):
     return None
 
 
+@pytest.mark.slow
 def test_failures_are_told_to_the_policy_or_end_the_row():
     reported = generated(respond=failing, tools=ToolRunner(failing, inline=True, failure="(h"))
     ended = generated(respond=failing, tools=ToolRunner(failing, inline=True, failure=""))
@@ -328,6 +257,7 @@ def updated(batch, model, params):
     )(init_state(params, optimizer), batch)
 
 
+@pytest.mark.slow
 def test_observations_are_not_trained_on():
     """Not their log-probs, not what the batch holds at their places; they are context, though."""
     model, params = make("qwen2")
@@ -414,7 +344,8 @@ class _Script:
         ends = self.ends or (lambda tokens: tokens[-1] in ask.sampling.stop_token_ids)
         stop = next(i for i in range(1, 1 + len(self.left)) if ends(self.left[:i]))
         tokens, self.left = self.left[:stop], self.left[stop:]
-        row_ids = number_rows(ask, torch.device("cpu"))
-        x = torch.tensor([tokens] * len(row_ids))
-        zero = torch.zeros(x.shape)
-        return rollout_of(ask, x, x >= 0, zero, zero, row_ids=row_ids, pad_token_id=PAD)
+        zeros = torch.zeros(stop)
+        rows = [Response.of(torch.tensor(tokens), zeros, zeros, ask.sampling)] * (
+            len(ask.prompts.tokens) * ask.sampling.n
+        )
+        return rollout_of(ask, rows, pad_token_id=PAD, device=torch.device("cpu"))

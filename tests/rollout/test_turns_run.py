@@ -23,6 +23,7 @@ def with_adder(directory, **changes):
     return tiny_run.settings(directory, rollout__stop=["+", "="], rollout__max_tokens=24, **section, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"rollout__ahead": 1}, {"algorithm__advantage": "grpo", "rollout__n": 4}])
 def test_whole_steps_with_turns(tmp_path, changes):
     """Settings to metrics: all finite, and the trainer's log-probs are those sampled with."""
@@ -44,6 +45,7 @@ def test_whole_steps_with_turns(tmp_path, changes):
         assert all(torch.tensor(list(metrics.report(assembly_of_run.evaluate(run)).values())).isfinite())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"shard": 2}, pytest.param({"shard": 2, "sequence": 2}, marks=pytest.mark.slow)])
 def test_steps_on_a_mesh_are_those_of_one_process(tmp_path, axes):
     """Every rank asks for some of the rows, remax's greedy ones too, and all train on the same."""
@@ -99,6 +101,7 @@ def test_a_tool_that_is_not_there(tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_a_run_says_once_what_becomes_of_thoughts(tmp_path):
     (tmp_path / "chat.jinja").write_text(KINDS["forgets thinking"])
     chat = {"data__chat": True, "data__chat_template": str(tmp_path / "chat.jinja"), "data__max_prompt_tokens": 64}

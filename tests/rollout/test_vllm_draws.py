@@ -19,7 +19,6 @@ from fppo.rollout.sampling import draw, process_logits
 from fppo.rollout.scores import Scores
 from fppo.rollout.vllm import local
 from fppo.rollout.vllm.host import EngineDied, EngineFailure, HostBatch, HostDraws, HostRow
-from fppo.rollout.vllm.options import VllmOptions
 from fppo.rollout.vllm.requests import VllmRequests
 from tests.rollout.vllm_stand_in import SIZE, StandIn, host_of, logits_of, worker_of
 
@@ -29,6 +28,7 @@ SAMPLINGS = (
     Sampling(temperature=0.6, top_k=9, top_p=0.8),
     Sampling(temperature=1.5, stop_texts=StopTexts((b"ba", b"cc"), PIECES)),
     Sampling(greedy=True, temperature=0.5),
+    Sampling(min_p=0.2),
 )
 
 
@@ -54,6 +54,7 @@ PROMPTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     PROMPTS, st.sampled_from(SAMPLINGS), st.booleans(), st.sampled_from([0, 3]), st.integers(1, 4), st.integers(0, 9)
@@ -162,8 +163,9 @@ def test_what_vllm_did_otherwise_is_noticed(what, turns):
 
         def in_turns():
             host.begin_turns(None)
-            for _ in range(4):
-                host.turn([HostRow(7, (3, 4), sampling, Key(0), 1, 0)] if not host._rows else [], [])
+            host.turn([HostRow(7, (3, 4), sampling, Key(0), 1, 0)], [])
+            for _ in range(3):
+                host.turn([], [])
 
         with pytest.raises(EngineFailure, match=text):
             in_turns() if turns else host.generate(batch, lambda row, answer: None)
@@ -251,6 +253,7 @@ ROUNDS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(ROUNDS, st.integers(1, 4), st.sets(st.integers(1, 12), max_size=2), st.integers(0, 9))
 def test_requests_are_drawn_by_their_own_tokens_whatever_dies(rounds, max_rows, deaths, seed):
@@ -459,29 +462,7 @@ def test_images_of_earlier_rows_are_forgotten_where_rows_may_have_some(inputs):
     ],
 )
 def test_digests_are_those_on_which_all_workers_agree(workers, digests, unfilled):
-    assert local._agreed(workers) == (digests, unfilled)
-
-
-@pytest.mark.parametrize(
-    ("cpus", "workers", "shares"), [(range(4), 2, "0,2|1,3"), ((5, 3), 2, "3|5"), ((1,), 2, "nobind")]
-)
-def test_workers_share_the_processors(cpus, workers, shares, monkeypatch):
-    monkeypatch.setattr(local.os, "sched_getaffinity", lambda pid: {*cpus})
-    assert local._shares(workers) == shares
-
-
-@pytest.mark.parametrize(
-    ("text", "given", "said"),
-    [
-        ("out of Memory", {}, ("neither cache_gb nor memory_share", "max_model_len = 7, max_rows = 8")),
-        ("no KV cache", {"memory_share": 0.5}, ("memory_share = 0.5, vLLM's gpu_memory_utilization", "max_rows = 8")),
-        ("memory", {"cache_gb": 2.0}, ("cache_gb = 2.0, in place of vLLM's", "max_model_len = 7")),
-        ("max_position_embeddings", {}, ("(setting: max_model_len = 7)",)),
-        ("nothing of that", {}, ("nothing of that",)),
-    ],
-)
-def test_settings_are_named_where_vllm_does_not_start(text, given, said):
-    found = local._why(RuntimeError(text), VllmOptions(max_model_len=7, max_rows=8, **given))
-    assert found.startswith(text)
-    assert all(part in found for part in said)
-    assert (found == text) == (said == (text,))
+    with pytest.MonkeyPatch.context() as patch:
+        llm = StandIn(worker_of(patch))
+        llm.collective_rpc = lambda method, args=(): workers
+        assert host_of(local, llm).end_load() == (digests, unfilled)

@@ -1,5 +1,11 @@
 """What the engine does when its host dies, is interrupted, or does not come back: a host that does so on demand."""
 
+import importlib.util
+import sys
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
 import attrs
 import numpy as np
 import pytest
@@ -10,12 +16,10 @@ from fppo.key import Key
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.requests import QueueFull, Request
 from fppo.rollout.sync import SyncError, digest
-from fppo.rollout.vllm import engine as vllm_engine
 from fppo.rollout.vllm import probe as vllm_probe
 from fppo.rollout.vllm import remote
 from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
 from fppo.rollout.vllm.host import Answer, EngineDied, EngineFailure, HostDraws
-from fppo.rollout.vllm.transfer import _Client
 from fppo.runtime.mesh import LOCAL, Sharding, any_rank
 from fppo.runtime.simulate import simulate
 from tests.models.families import make
@@ -46,7 +50,7 @@ class Stub:
     def call(self, method, *arguments):
         self._meet("call")
         if method == "update_weights":
-            return self.take_in(arguments[0].tensors)
+            return self.take_in(arguments[0])
         return [({name: [name] for name in PARAMS}, {})]
 
     def begin_load(self, how, transfer=False):
@@ -93,21 +97,27 @@ class Stub:
         self.log.append("closed")
 
 
-@pytest.fixture
-def start(monkeypatch):
-    """Makes an engine on such hosts, whose first start is a good one; and the log of what became of them all."""
-    monkeypatch.setattr(vllm_engine, "check_installed", lambda: "0")
+@attrs.define
+class Starts:
+    """Makes a host at each start; and the log of what became of them all."""
 
-    def build(*fates, send="all", bucket_bytes=1 << 28, **options):
-        log, reported = [], []
-        monkeypatch.setattr(vllm_engine, "start_host", lambda *_: Stub(log, reported))
-        own = VllmOptions(host="process", **options)
-        engine = VllmEngine(MODEL, pad_token_id=0, probe="never", send=send, options=own, bucket_bytes=bucket_bytes)
-        reported.extend(fates)
-        log.clear()
-        return engine, log
+    fates: list = attrs.field(factory=list)
+    log: list = attrs.field(factory=list)
+    hosts: list = attrs.field(factory=list)
 
-    return build
+    def __call__(self, model, options, dtype):
+        self.hosts.append(Stub(self.log, self.fates))
+        return self.hosts[-1]
+
+
+def started(*fates, starts=None, model=MODEL, mesh=None, send="all", bucket_bytes=1 << 28, transfer=None, **options):
+    """An engine on such hosts, the first start of which is a good one, and their log."""
+    starts, own = starts or Starts(), VllmOptions(host="process", **options)
+    how = {"send": send, "bucket_bytes": bucket_bytes, "transfer": transfer, "start": starts}
+    engine = VllmEngine(model, pad_token_id=0, mesh=mesh, probe="never", options=own, **how)
+    starts.fates.extend(fates)
+    starts.log.clear()
+    return engine, starts.log
 
 
 def generate(engine, version=1, sampling=SHORT, **others):
@@ -125,8 +135,8 @@ DIED = EngineDied("it died")
 
 
 @pytest.mark.parametrize("method", ["start", "call", "begin_load", "take_in", "end_load"])
-def test_a_replacement_that_dies_before_it_answers_is_replaced_too(start, method):
-    engine, log = start(("generate", DIED), (method, DIED), restarts=2)
+def test_a_replacement_that_dies_before_it_answers_is_replaced_too(method):
+    engine, log = started(("generate", DIED), (method, DIED), restarts=2)
     with pytest.warns(RuntimeWarning, match="it died; 5 of 12 rows are done, a new one goes on") as warned:
         check(generate(engine))
     assert len(warned) == engine.replaced == 2
@@ -137,8 +147,8 @@ def test_a_replacement_that_dies_before_it_answers_is_replaced_too(start, method
     assert log == ["asked for 12"]
 
 
-def test_rows_that_are_left_keep_their_numbers_and_limits(start):
-    engine, _ = start(("generate", DIED))
+def test_rows_that_are_left_keep_their_numbers_and_limits():
+    engine, _ = started(("generate", DIED))
     limits = torch.tensor([3, 1, 9, 2, 1, 2])
     reported = {}
     stop = attrs.evolve(SHORT, stop_token_ids=(22, 29))  # of rows that end then anyway
@@ -155,9 +165,11 @@ def test_rows_that_are_left_keep_their_numbers_and_limits(start):
     assert reported == dict(enumerate(zip(tokens, rollout.finish, strict=True)))
 
 
-def test_a_host_gets_all_that_is_asked(start):
-    engine, _ = start()
-    asked, generated = [], engine._host.generate
+def test_a_host_gets_all_that_is_asked():
+    starts = Starts()
+    engine, _ = started(starts=starts)
+    (host,) = starts.hosts
+    asked, generated = [], host.generate
 
     def noted(request, on_answer):
         asked.append(request)
@@ -168,7 +180,7 @@ def test_a_host_gets_all_that_is_asked(start):
             numbers = np.arange(request.forced.shape[1], dtype=np.float32) + 10 * row
             on_answer(row, Answer(request.forced[row].numpy(), numbers, numbers))
 
-    engine._host.generate = noted
+    host.generate = noted
     prompts, limits = make_prompts(), torch.tensor([3, 1, 9, 2, 3, 1])
     sampling = attrs.evolve(SHORT, temperature=0.5, top_k=3)
     generate(engine, sampling=sampling, limits=limits, offset=4)
@@ -213,8 +225,8 @@ def test_a_host_gets_all_that_is_asked(start):
     assert (part.limits, part.inputs, part.sampling) == ([5], [None], forced.sampling)
 
 
-def test_weights_are_sent_where_the_version_or_any_tensor_is_another(start):
-    engine, log = start()
+def test_weights_are_sent_where_the_version_or_any_tensor_is_another():
+    engine, log = started()
     for params, version, sent in (
         (PARAMS, 1, True),
         (PARAMS, 1, False),
@@ -229,16 +241,15 @@ def test_weights_are_sent_where_the_version_or_any_tensor_is_another(start):
         assert log == ["loaded"] * sent + ["asked for 12"]
 
 
-def test_only_weights_that_may_change_are_sent_again_and_buffers_in_their_own_dtype(monkeypatch):
-    monkeypatch.setattr(vllm_engine, "check_installed", lambda: "0")
-    hosts = []
-    monkeypatch.setattr(vllm_engine, "start_host", lambda *_: hosts.append(Stub([], [])) or hosts[-1])
+def test_only_weights_that_may_change_are_sent_again_and_buffers_in_their_own_dtype():
+    starts, seen = Starts(), {}
     first, second, third = sorted(PARAMS)[:3]
     model, params = attrs.evolve(MODEL, buffers=frozenset([first])), {name: x.clone() for name, x in PARAMS.items()}
     how = {"pad_token_id": 0, "probe": "never", "send": "changed", "frozen": frozenset([second])}
-    engine, seen = VllmEngine(model, options=VllmOptions(host="process", dtype="bfloat16"), **how), {}
-    take_in = hosts[0].take_in
-    monkeypatch.setattr(hosts[0], "take_in", lambda tensors: (seen.update(tensors), take_in(tensors)))
+    engine = VllmEngine(model, options=VllmOptions(host="process", dtype="bfloat16"), start=starts, **how)
+    (host,) = starts.hosts
+    take_in = host.take_in
+    host.take_in = lambda tensors: (seen.update(tensors), take_in(tensors))
     assert engine.sync(params, version=1).tensors == len(PARAMS)
     assert {name for name, x in seen.items() if x.dtype == torch.float32} == {first}
     seen.clear()
@@ -248,8 +259,8 @@ def test_only_weights_that_may_change_are_sent_again_and_buffers_in_their_own_dt
     assert [*seen] == [third]
 
 
-def test_an_engine_that_may_replace_no_more_starts_anew_when_it_is_asked_again(start):
-    engine, log = start(("generate", DIED), ("start", DIED), restarts=1)
+def test_an_engine_that_may_replace_no_more_starts_anew_when_it_is_asked_again():
+    engine, log = started(("generate", DIED), ("start", DIED), restarts=1)
     with pytest.warns(RuntimeWarning), pytest.raises(EngineDied, match="it died") as raised:
         generate(engine)
     assert "restarts = 1: it is not replaced again" in raised.value.__notes__[-1]
@@ -258,8 +269,8 @@ def test_an_engine_that_may_replace_no_more_starts_anew_when_it_is_asked_again(s
     assert log == ["closed", "start", "loaded", "asked for 12"]
 
 
-def test_one_that_does_not_come_back_can_be_asked_again_and_closed(start):
-    engine, log = start(("generate", DIED), ("start", EngineFailure("no room")))
+def test_one_that_does_not_come_back_can_be_asked_again_and_closed():
+    engine, log = started(("generate", DIED), ("start", EngineFailure("no room")))
     with engine:
         with pytest.warns(RuntimeWarning), pytest.raises(EngineFailure, match="no room"):
             generate(engine)
@@ -268,9 +279,9 @@ def test_one_that_does_not_come_back_can_be_asked_again_and_closed(start):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("of the caller")])
-def test_a_generation_that_was_left_half_way_is_not_gone_on_from(start, error):
+def test_a_generation_that_was_left_half_way_is_not_gone_on_from(error):
     """The host may be in the middle of it; it is no death to count."""
-    engine, log = start(("generate", error), restarts=0)
+    engine, log = started(("generate", error), restarts=0)
     with pytest.raises(type(error)):
         generate(engine)
     assert engine.version is None
@@ -281,8 +292,8 @@ def test_a_generation_that_was_left_half_way_is_not_gone_on_from(start, error):
 
 
 @pytest.mark.parametrize("method", ["begin_load", "take_in", "end_load", "wake weights", "wake kv_cache"])
-def test_a_sync_that_was_left_half_way_starts_anew(start, method):
-    engine, log = start((method, KeyboardInterrupt()), sleep=True, restarts=0)
+def test_a_sync_that_was_left_half_way_starts_anew(method):
+    engine, log = started((method, KeyboardInterrupt()), sleep=True, restarts=0)
     engine.sleep()
     with pytest.raises(KeyboardInterrupt):
         engine.sync(PARAMS, version=1)
@@ -292,8 +303,8 @@ def test_a_sync_that_was_left_half_way_starts_anew(start, method):
     assert log == ["closed", "start", "loaded"]  # it was never asleep
 
 
-def test_an_engine_that_is_open_gets_weights_where_it_lacks_them_and_sleeps_at_its_end(start):
-    engine, log = start(("turn", DIED), ("turn", DIED), sleep=True, restarts=2)
+def test_an_engine_that_is_open_gets_weights_where_it_lacks_them_and_sleeps_at_its_end():
+    engine, log = started(("turn", DIED), ("turn", DIED), sleep=True, restarts=2)
     how = {"sampling": Sampling(max_tokens=1), "key": Key(0)}
     newer = {name: x + 1 for name, x in PARAMS.items()}
     with engine.open(PARAMS, version=4, most_waiting=1) as requests:
@@ -313,12 +324,12 @@ def test_an_engine_that_is_open_gets_weights_where_it_lacks_them_and_sleeps_at_i
         assert died == [[], []]
         (found,) = requests.step().finished
         assert (found.tokens.tolist(), found.versions.tolist(), found.log_probs.tolist()) == ([3], [5], [-1.0])
-        started = ["closed", "start", "loaded", "turns by None"]
-        assert log == [*started, *started, "turn of [0], [] ended"]
+        replaced = ["closed", "start", "loaded", "turns by None"]
+        assert log == [*replaced, *replaced, "turn of [0], [] ended"]
         assert engine.replaced == 2
         log.clear()
     assert log == ["slept"]
-    engine, log = start(("turn", DIED), restarts=0)
+    engine, log = started(("turn", DIED), restarts=0)
     with engine.open(PARAMS) as requests:
         requests.add([Request(name="a", ids=(3, 4), **how)])
         with pytest.raises(EngineDied) as raised:
@@ -327,8 +338,8 @@ def test_an_engine_that_is_open_gets_weights_where_it_lacks_them_and_sleeps_at_i
         assert engine.version is None
 
 
-def test_parameters_of_another_model_are_not_begun_to_be_sent(start):
-    engine, log = start()
+def test_parameters_of_another_model_are_not_begun_to_be_sent():
+    engine, log = started()
     first, *rest = sorted(PARAMS)
     fewer, more = {name: PARAMS[name] for name in rest}, {**PARAMS, "other": torch.ones(2)}
     for params, text in ((fewer, f"missing: .*{first}"), (more, "unknown: .*other")):
@@ -338,8 +349,8 @@ def test_parameters_of_another_model_are_not_begun_to_be_sent(start):
     check(generate(engine))
 
 
-def test_sleeping_and_waking(start):
-    engine, log = start(sleep=True)
+def test_sleeping_and_waking():
+    engine, log = started(sleep=True)
     for version in (1, 2):
         check(generate(engine, version))
         assert engine.version is None
@@ -347,8 +358,8 @@ def test_sleeping_and_waking(start):
     assert log == [*first, "woke weights", *first[:1], "woke kv_cache", *first[1:]]
 
 
-def test_an_interruption_on_the_way_to_sleep_is_gone_on_from_by_a_new_start(start):
-    engine, log = start(("sleep", KeyboardInterrupt()), sleep=True, restarts=0)
+def test_an_interruption_on_the_way_to_sleep_is_gone_on_from_by_a_new_start():
+    engine, log = started(("sleep", KeyboardInterrupt()), sleep=True, restarts=0)
     engine.sync(PARAMS, version=1)
     with pytest.raises(KeyboardInterrupt):
         engine.sleep()
@@ -358,8 +369,8 @@ def test_an_interruption_on_the_way_to_sleep_is_gone_on_from_by_a_new_start(star
     assert log == ["closed", "start", "loaded", "asked for 12", "slept"]
 
 
-def test_a_death_on_the_way_to_sleep_costs_no_row(start):
-    engine, log = start(("sleep", DIED), sleep=True, restarts=0)
+def test_a_death_on_the_way_to_sleep_costs_no_row():
+    engine, log = started(("sleep", DIED), sleep=True, restarts=0)
     with pytest.warns(RuntimeWarning, match="it died; all rows are done, a new one goes on"):
         check(generate(engine))
     assert engine.replaced == 1
@@ -368,51 +379,49 @@ def test_a_death_on_the_way_to_sleep_costs_no_row(start):
     assert log == ["closed", "start", "loaded", "asked for 12", "slept"]
 
 
-def on_ranks(engines, fn, axis="shard"):
-    """What `fn(engine, parts)` returns on two ranks, each with its engine and its part of the parameters."""
+def on_ranks(fates, fn, axis="shard", **how):
+    """What `fn(engine, hosts, parts)` returns on two ranks, each with an engine and fates of its own, the list of its
+    hosts and its part of the parameters."""
 
     def run(mesh):
-        mesh = attrs.evolve(mesh, sharding=Sharding())
-        engine = engines[mesh[axis].rank]
-        engine._mesh, engine._model = mesh, models.place(MODEL, mesh)
-        return fn(engine, models.own_params(engine._model, PARAMS, mesh))
+        mesh, starts = attrs.evolve(mesh, sharding=Sharding()), Starts()
+        model = models.place(MODEL, mesh)
+        engine, _ = started(*fates[mesh[axis].rank], starts=starts, model=model, mesh=mesh, **how)
+        return fn(engine, starts.hosts, models.own_params(model, PARAMS, mesh))
 
     return simulate({axis: 2}, run)
 
 
 @pytest.mark.parametrize("send", ["all", "changed"])
 @pytest.mark.parametrize("method", ["generate", "start", "begin_load", "take_in", "end_load"])
-def test_ranks_go_on_together_when_a_replacement_of_one_dies(start, method, send):
-    def run(engine, shards):
+def test_ranks_go_on_together_when_a_replacement_of_one_dies(method, send):
+    def run(engine, hosts, shards):
         rollouts = [
             engine.generate(shards, Ask(make_prompts(), SHORT, Key(0), version=version)) for version in (1, 1, 2)
         ]
-        return rollouts, engine._host.got.keys()
+        return rollouts, hosts[-1].got.keys(), engine.replaced
 
-    fates = [("generate", DIED), (method, DIED)]
-    build = [start(restarts=2, send=send)[0], start(*fates, restarts=2, send=send)[0]]
     with pytest.warns(RuntimeWarning, match="it died"):
-        results = on_ranks(build, run)
-    for rollouts, names in results:
+        results = on_ranks([[], [("generate", DIED), (method, DIED)]], run, restarts=2, send=send)
+    for rollouts, names, _ in results:
         assert names == PARAMS.keys()
         for rollout in rollouts:
             check(rollout)
-    assert [engine.replaced for engine in build] == [0, 2]
+    assert [replaced for *_, replaced in results] == [0, 2]
 
 
 @pytest.mark.parametrize("axis", ["shard", "tensor", "pipeline"])
 @pytest.mark.parametrize("method", ["begin_load", "take_in", "end_load"])
-def test_a_sync_in_which_one_ranks_vllm_dies_is_none_on_any(start, method, axis):
-    def run(engine, shards):
+def test_a_sync_in_which_one_ranks_vllm_dies_is_none_on_any(method, axis):
+    def run(engine, hosts, shards):
         with pytest.raises(EngineDied) as raised:
             engine.sync(shards, version=1)
         first = str(raised.value), engine.version
         version = engine.sync(shards, version=1).version
-        assert engine._host.got == {name: digest(x) for name, x in PARAMS.items()}
+        assert hosts[-1].got == {name: digest(x) for name, x in PARAMS.items()}
         return first, version
 
-    engines = [start()[0], start((method, DIED))[0]]
-    elsewhere, here = on_ranks(engines, run, axis)
+    elsewhere, here = on_ranks([[], [(method, DIED)]], run, axis)
     assert elsewhere == (("the vLLM of another rank died during a sync", None), 1)
     assert here == (("it died", None), 1)
 
@@ -431,39 +440,43 @@ def test_the_log_probs_that_vllms_are_held_against_are_the_models_on_any_mesh(ax
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@attrs.frozen
 class InStep:
-    """A transfer whose ranks wait for each other after each bucket, as those of CUDA's IPC do."""
+    """vLLM's side of a transfer whose ranks wait for each other after each tensor, as those of CUDA's IPC do."""
 
-    def __init__(self, host, mesh):
-        self._host, self._mesh = host, mesh
+    info: Any
+    client: Any
+    source: Any
 
-    def send(self, metas, buckets, how):
-        client = _Client(self._host, in_step=True)
-        client.how = how
-        client.start_weight_update()
-        for bucket in buckets:
-            client.update_weights(bucket)
-            any_rank(True, self._mesh, torch.device("cpu"))
-        client.finish_weight_update()
-        if client.died is not None:
-            raise client.died
-        return client.result
+    def send_weights(self):
+        self.client.start_weight_update()
+        for name, x in self.source:
+            self.client.update_weights({name: x})
+            any_rank(True, self.info.mesh, torch.device("cpu"))
+        self.client.finish_weight_update()
 
-    def close(self):
+    def shutdown(self):
         pass
 
 
+@pytest.fixture
+def in_step(monkeypatch):
+    """What vLLM makes of a transfer's info."""
+    factory = ModuleType("vllm.distributed.weight_transfer.factory")
+    factory.WeightTransferTrainerFactory = SimpleNamespace(trainer_init=InStep)
+    monkeypatch.setitem(sys.modules, factory.__name__, factory)
+    return partial(SimpleNamespace, backend="ipc")
+
+
 @pytest.mark.parametrize("fates", [[("generate", DIED)], [("generate", DIED), ("start", DIED)], [("begin_load", DIED)]])
-def test_ranks_whose_transfer_goes_in_step_restart_together(start, monkeypatch, fates):
+def test_ranks_whose_transfer_goes_in_step_restart_together(in_step, fates):
     """The parameters are whole on each of them: without the transfer each rank would sync alone."""
-    monkeypatch.setattr(vllm_engine, "WeightTransfer", InStep)
 
     def run(mesh):
-        engine, _ = engines[mesh["replicate"].rank]
-        engine._mesh, engine._info = mesh, lambda options, size: mesh
+        how = {"restarts": 2, "bucket_bytes": 1 << 14, "transfer": lambda options, size: in_step(mesh=mesh)}
+        engine, _ = started(*(fates if mesh["replicate"].rank else ()), mesh=mesh, **how)
         return [generate(engine, version) for version in (1, 2)], engine.replaced
 
-    engines = [start(restarts=2, bucket_bytes=1 << 14), start(*fates, restarts=2, bucket_bytes=1 << 14)]
     with pytest.warns(RuntimeWarning, match="it died"):
         results = simulate({"replicate": 2}, run)
     for (rollouts, replaced), expected in zip(results, (0, len(fates)), strict=True):
@@ -472,25 +485,23 @@ def test_ranks_whose_transfer_goes_in_step_restart_together(start, monkeypatch, 
             check(rollout)
 
 
-def test_the_largest_tensor_fits_the_buffer_of_a_transfer(start, monkeypatch):
+def test_the_largest_tensor_fits_the_buffer_of_a_transfer(in_step):
     sizes = []
 
     def info(options, size):
         sizes.append(size)
-        return LOCAL
+        return in_step(mesh=LOCAL)
 
-    monkeypatch.setattr(vllm_engine, "WeightTransfer", InStep)
     largest = max(x.nbytes for x in PARAMS.values())
     for bucket in (1, 1 << 20):
-        engine, _ = start(bucket_bytes=bucket)
-        engine._info = info
+        engine, _ = started(bucket_bytes=bucket, transfer=info)
         engine.sync(PARAMS, version=1)
     assert sizes == [largest, 1 << 20]
     assert 1 < largest < 1 << 20
 
 
-def test_memory_that_torch_keeps_is_given_back_before_vllm_wakes_or_starts(start, monkeypatch):
-    engine, log = start(sleep=True)
+def test_memory_that_torch_keeps_is_given_back_before_vllm_wakes_or_starts(monkeypatch):
+    engine, log = started(sleep=True)
     generate(engine)
     log.clear()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -498,24 +509,26 @@ def test_memory_that_torch_keeps_is_given_back_before_vllm_wakes_or_starts(start
     generate(engine, version=2)
     assert log == [*("given back", "woke weights", "loaded", "given back", "woke kv_cache", "asked for 12", "slept")]
     log.clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(remote, "LocalHost", lambda *_, **__: log.append("start"))
     remote.start_host(MODEL, VllmOptions(), "float32")
     assert log == ["given back", "start"]
 
 
-def test_weights_that_are_not_those_sent_are_held_by_nobody(start, monkeypatch):
-    engine, _ = start()
+def test_weights_that_are_not_those_sent_are_held_by_nobody():
+    starts = Starts()
+    engine, _ = started(starts=starts)
     engine.sync(PARAMS, version=0)
-    host, wrong = engine._host, "model.norm.weight"
+    (host,), wrong = starts.hosts, "model.norm.weight"
     end_load = host.end_load
     for got, message in (
         (lambda: (end_load()[0] | {wrong: "0"}, []), f"changed on the way: {wrong}$"),
         (lambda: (end_load()[0], [wrong]), rf"left parameters as they were: \['{wrong}'\]"),
     ):
-        monkeypatch.setattr(host, "end_load", got)
+        host.end_load = got
         with pytest.raises(SyncError, match=message):
             engine.sync(PARAMS, version=1)
         assert engine.version is None
-    monkeypatch.undo()
+    host.end_load = end_load
     engine.sync(PARAMS, version=1)
-    assert engine._host is host
+    assert starts.hosts == [host]

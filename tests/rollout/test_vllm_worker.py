@@ -49,7 +49,7 @@ class Whole(nn.Module):
 
 @pytest.fixture
 def worker(monkeypatch):
-    made, log = worker_of(monkeypatch), []
+    log, given = [], []
 
     @contextlib.contextmanager
     def current(config):
@@ -57,10 +57,26 @@ def worker(monkeypatch):
         yield
         log.append("leave")
 
-    monkeypatch.setattr(made, "set_current_vllm_config", current)
-    monkeypatch.setattr(made, "initialize_layerwise_reload", lambda model: log.append("begin"))
-    monkeypatch.setattr(made, "finalize_layerwise_reload", lambda model, config: log.append(("end", config)))
-    made.log = log
+    def from_lora_tensors(number, tensors, helper, **how):
+        given.append((number, helper, how))
+        names = sorted({name.rpartition(".lora_")[0] for name in tensors})
+        loras = {
+            name: SimpleNamespace(
+                lora_a=tensors[f"{name}.lora_A.weight"], lora_b=tensors[f"{name}.lora_B.weight"], scaling=0.5
+            )
+            for name in names
+        }
+        return SimpleNamespace(number=number, loras=loras)
+
+    made = worker_of(
+        monkeypatch,
+        set_current_vllm_config=current,
+        initialize_layerwise_reload=lambda model: log.append("begin"),
+        finalize_layerwise_reload=lambda model, config: log.append(("end", config)),
+        LoRAModel=SimpleNamespace(from_lora_tensors=from_lora_tensors),
+        PEFTHelper=SimpleNamespace(from_dict=lambda fields: ("helper", fields)),
+    )
+    made.log, made.given = log, given
     return made
 
 
@@ -197,24 +213,7 @@ class Manager:
             module.lora_b_stacked[0][1, 0, :, :2] = x.lora_b * (1.0 if self.loses else x.scaling)
 
 
-def test_an_adapter_is_held_alone_and_read_back(worker, monkeypatch):
-    given = []
-
-    class LoRAModel:
-        @staticmethod
-        def from_lora_tensors(number, tensors, helper, **how):
-            given.append((number, helper, how))
-            names = sorted({name.rpartition(".lora_")[0] for name in tensors})
-            loras = {
-                name: SimpleNamespace(
-                    lora_a=tensors[f"{name}.lora_A.weight"], lora_b=tensors[f"{name}.lora_B.weight"], scaling=0.5
-                )
-                for name in names
-            }
-            return SimpleNamespace(number=number, loras=loras)
-
-    monkeypatch.setattr(worker, "LoRAModel", LoRAModel)
-    monkeypatch.setattr(worker, "PEFTHelper", SimpleNamespace(from_dict=lambda fields: ("helper", fields)))
+def test_an_adapter_is_held_alone_and_read_back(worker):
     g = torch.Generator().manual_seed(0)
     factors = {
         f"{name}.lora_{kind}.weight": torch.randn(shape, generator=g)
@@ -226,7 +225,7 @@ def test_an_adapter_is_held_alone_and_read_back(worker, monkeypatch):
     made.model_runner.lora_manager = SimpleNamespace(_adapter_manager=manager)
     assert made.fppo_take_adapter(6, {"r": 2}, factors) == {name: digest(x, "bytes") for name, x in factors.items()}
     assert manager.log == ["removed", ("added", 6), ("active", 6)]
-    ((number, helper, how),) = given
+    ((number, helper, how),) = worker.given
     assert (number, helper) == (6, ("helper", {"r": 2}))
     assert how == {"device": "cpu", "dtype": torch.float32, "weights_mapper": None}
     losing = Manager(loses=True)

@@ -4,6 +4,7 @@ from collections import Counter
 from itertools import count
 
 import attrs
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +31,7 @@ def dealt(waiting, places):
 ARRIVALS = st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=30)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(st.tuples(ARRIVALS, st.integers(0, 5)), max_size=12))
 def test_nobody_waits_for_more_than_one_row_of_each_other_owner(rounds):

@@ -6,9 +6,11 @@ by a draw that counts for nothing.
 
 from __future__ import annotations
 
+import copy
 import enum
 import random
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import attrs
@@ -37,8 +39,9 @@ class Record:
 
 
 MODULES = {
-    "vllm": {"SamplingParams": Record},
+    "vllm": {"LLM": None, "SamplingParams": Record},
     "vllm.config": {"set_current_vllm_config": None},
+    "vllm.distributed": {"cleanup_dist_env_and_memory": None},
     "vllm.lora": {},
     "vllm.lora.lora_model": {"LoRAModel": None},
     "vllm.lora.peft_helper": {"PEFTHelper": None},
@@ -54,11 +57,13 @@ MODULES = {
 WORKER = "fppo.rollout.vllm.worker"
 
 
-def worker_of(patch):
-    """The module of what runs inside vLLM, which imports it, for as long as the patch lasts."""
+def worker_of(patch, **own):
+    """The module of what runs inside vLLM, which imports it, for as long as the patch lasts; `own` replaces what vLLM
+    has under these names."""
     for name, fields in MODULES.items():
         made = ModuleType(name)
-        vars(made).update(fields)
+        made.__spec__ = ModuleSpec(name, None)
+        vars(made).update({key: own.get(key, value) for key, value in fields.items()})
         patch.setitem(sys.modules, name, made)
     return imported_anew(patch, WORKER)
 
@@ -99,6 +104,7 @@ class StandInEngine:
         assert name not in [row.name for row in (*self.waiting, *self.places) if row and not row.done]
         self.adapters.append(lora_request and lora_request.names)
         ids = list(prompt["prompt_token_ids"])
+        params = copy.deepcopy(params)  # as vLLM clones them
         self.waiting.append(_Row(name, ids, params, lora_request, self.dice.randint(0, 2)))
         self.every.append(self.waiting[-1])
 

@@ -11,9 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fppo import metrics, tree
-from fppo.assembly.inputs import read_inputs
+from fppo.assembly.checks import TRAIN
+from fppo.assembly.inputs import Inputs
 from fppo.assembly.run import assemble
 from fppo.commands import actions
+from fppo.key import Key
 from fppo.models import bases, lora, lora_files
 from fppo.pipeline.train import iterate
 from fppo.runs import jsonl, session
@@ -28,13 +30,6 @@ LORA = {"model__lora__rank": 2, "model__lora__alpha": 4.0, "actor__optimizer__sc
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("task")
-    tiny_run.write_task(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def whole(task, tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole") / "run"
     assert actions.train(tiny_run.settings(task, output_dir=str(directory), **LORA)) == 0
@@ -45,6 +40,7 @@ def _digests(directory):
     return {line["step"]: line["state"] for line in jsonl.read(directory / "digests.jsonl")}
 
 
+@pytest.mark.slow
 def test_a_run_holds_one_base_and_trains_the_factors_and_the_value_head(task, tmp_path):
     settings = tiny_run.settings(task, output_dir=str(tmp_path), model__lora__critic_rank=1, **LORA)
     with assemble(settings) as assembly:
@@ -62,6 +58,33 @@ def test_a_run_holds_one_base_and_trains_the_factors_and_the_value_head(task, tm
         with assemble(tiny_run.settings(task, output_dir=str(tmp_path), **LORA, **changes)) as assembly:
             assert {x.dtype for x in assembly.model.frozen.params.values()} == {kept}  # as wide as its widest passes
             assert {x.dtype for x in assembly.run.actor.params.values()} == {torch.float32}
+
+
+def test_a_critic_starts_from_an_adapter_in_files_with_its_own_rank_scale_and_targets(task, tmp_path):
+    """On the policy's base, with the value head of a fresh critic; what does not fit is an error before any work."""
+    settings = tiny_run.settings(task, output_dir=str(tmp_path / "run"), **LORA)
+    with assemble(settings) as assembly:
+        head = {n: x for n, x in assembly.run.critic.params.items() if "lora" not in n}
+        plain, base = assembly.model.plain, assembly.model.frozen.params
+    own, adapter = lora.adapt(plain, base, lora.Lora(3, 6.0, ("q_proj", "down_proj")), key=Key(7))
+    adapter = {name: x + 0.1 for name, x in adapter.items()}
+    lora_files.save(own, adapter, tmp_path / "own", base="anywhere")
+    changes = LORA | {"output_dir": str(tmp_path / "run"), "model__lora__critic_path": str(tmp_path / "own")}
+    with assemble(tiny_run.settings(task, **changes)) as assembly:
+        critic = assembly.run.critic.params
+        assert lora.same_base(assembly.model, assembly.critic_model)
+        assert assembly.critic_model.frozen.lora.scale == 2.0
+        assert {name: x.tolist() for name, x in critic.items()} == {n: x.tolist() for n, x in (adapter | head).items()}
+        assert {x.shape[-2] for name, x in assembly.run.actor.params.items() if name.endswith("lora_A")} == {2}
+    wrong = changes | {"model__lora__critic_path": str(tmp_path)}
+    with pytest.raises(files.SettingsError, match=r"model.lora.critic_path = .* holds no PEFT adapter"):
+        Inputs(settings=tiny_run.settings(task, **wrong)).need(*TRAIN)
+
+
+def test_an_exclusion_of_a_run_is_named_with_its_setting(task, tmp_path):
+    changes = LORA | {"output_dir": str(tmp_path), "model__lora__exclude": ["q_prj"]}
+    with pytest.raises(files.SettingsError, match=r"model.lora.exclude: exclude \['q_prj'\] .* did you mean 'q_proj'"):
+        Inputs(settings=tiny_run.settings(task, **changes)).need(*TRAIN)
 
 
 @pytest.mark.slow
@@ -86,6 +109,7 @@ def test_a_run_with_its_moments_on_the_host_is_the_run_without(task, whole, tmp_
     assert _digests(tmp_path) == {step: state for step, state in _digests(whole).items() if step <= 2}
 
 
+@pytest.mark.slow
 def test_another_base_and_another_adapter_are_refused_by_name(task, whole, tmp_path):
     other, run = tmp_path / "other", tmp_path / "run"
     shutil.copytree(task / "start", other)
@@ -124,7 +148,8 @@ def _first_step(settings, mesh=LOCAL):
         return assembly.run.ref, run.ref, metrics.report(report)["actor/reward_kl_penalty"]
 
 
-@pytest.mark.parametrize("base", ["float", "nf4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["float", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_the_reference_is_the_policy_as_it_starts(task, kept, tmp_path, base):
     """Also where it starts from an adapter, which is no step away from itself, whatever the update does to it."""
     changes = {"output_dir": str(tmp_path), "model__lora__path": kept, "model__lora__base": base}
@@ -139,6 +164,7 @@ def test_the_reference_is_the_policy_as_it_starts(task, kept, tmp_path, base):
     assert both == pytest.approx([0, 0], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_reference_that_is_the_start_goes_on_in_a_resumed_run(task, kept, tmp_path):
     """It is a part of the state: what a run that goes on compares with is not the policy as it goes on."""
     settings = partial(tiny_run.settings, task, output_dir=str(tmp_path / "run"), model__lora__path=kept)
@@ -150,6 +176,7 @@ def test_a_reference_that_is_the_start_goes_on_in_a_resumed_run(task, kept, tmp_
         assert tree.digest(restored.actor.params) != actor
 
 
+@pytest.mark.slow
 def test_an_adapter_is_exported_for_peft_or_merged_and_starts_another_run(task, whole, tmp_path):
     assert actions.evaluate(tiny_run.settings(task, output_dir=str(whole), **LORA)) == 0
     assert actions.export(whole, tmp_path / "adapter", None) == 0
@@ -245,14 +272,15 @@ def test_what_does_not_go_with_adapters_is_named_at_once(task):
             tiny_run.settings(task, **changes)
 
 
+@pytest.mark.slow
 def test_a_tensor_axis_that_would_cut_what_has_one_scale_is_refused_before_any_work(task):
     asked = partial(tiny_run.settings, task, **LORA)
     mesh = Mesh({"tensor": Axis(2)})
     words = "model.lora.base = 'nf4': a tensor axis of 2 ranks does not go with nf4: model.layers.0.self_attn.q_proj"
     with pytest.raises(files.SettingsError) as caught:
-        read_inputs(asked(model__lora__base="nf4"), mesh=mesh)
+        Inputs(settings=asked(model__lora__base="nf4"), mesh=mesh).need(*TRAIN)
     assert [line.startswith(words) for line in caught.value.problems] == [True]
-    read_inputs(asked(model__lora__base="int8"), mesh=mesh)
+    Inputs(settings=asked(model__lora__base="int8"), mesh=mesh).need(*TRAIN)
     pools = {"placement__pools": {"a": {"ranks": 2, "tensor": 2}}, "placement__roles__actor": "a"}
     with pytest.raises(files.SettingsError, match="placement.pools.a: " + re.escape(words)):
-        read_inputs(asked(model__lora__base="nf4", **pools), mesh=LOCAL)
+        Inputs(settings=asked(model__lora__base="nf4", **pools)).need(*TRAIN)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fppo import losses
 from fppo.commands import cli
 from fppo.runs import bits
 from fppo.settings import files
@@ -50,6 +51,7 @@ def changed(run: Path, name: str, change) -> None:
     place.write_text(text + "\n")
 
 
+@pytest.mark.slow
 def test_a_replay_is_on_the_threads_of_each_start_and_a_resumed_run_too_or_says_both(
     tmp_path, threads, capsys, monkeypatch
 ):
@@ -85,6 +87,7 @@ def test_a_replay_is_on_the_threads_of_each_start_and_a_resumed_run_too_or_says_
     assert said[-1] == "step 3: equal, bit for bit"
 
 
+@pytest.mark.slow
 def test_a_replay_says_the_size_of_a_difference_and_fails_no_step_for_a_rounding_that_metrics_read(tmp_path, capsys):
     given, run = task(tmp_path, steps=2, checkpoint__every=0), tmp_path / "run"
     fppo(capsys, "train", given)
@@ -117,6 +120,7 @@ def test_a_replay_says_the_size_of_a_difference_and_fails_no_step_for_a_rounding
     assert "not as recorded, batch differs first in .values, by about " in said
 
 
+@pytest.mark.slow
 def test_a_comparison_has_sizes_and_says_where_the_two_were_computed(tmp_path, capsys):
     given, run, other = task(tmp_path, steps=2), tmp_path / "run", tmp_path / "other"
     fppo(capsys, "train", given)
@@ -152,3 +156,48 @@ def test_what_is_unlike_is_named_by_what_was_and_what_is():
     for recorded in ({}, {"threads": "0"}, {"threads": "many"}, {"threads": "1"}):
         assert bits.take_threads(recorded) is None
         assert torch.get_num_threads() == 1
+
+
+NARROW = {"calls": 0, "enough": 0, "stop": -1}
+
+
+def narrow(log_probs, old_log_probs, advantages, mask):
+    """A policy loss with memory for more than two rows only in its first calls, which is stopped at one of them."""
+    NARROW["calls"] += 1
+    if NARROW["calls"] == NARROW["stop"]:
+        raise RuntimeError("stopped")
+    if len(mask) > 2 and NARROW["calls"] > NARROW["enough"]:
+        raise torch.OutOfMemoryError("more than two rows")
+    return losses.ppo_clip(log_probs, old_log_probs, advantages, mask)
+
+
+def test_a_run_that_is_stopped_while_it_repeats_a_mini_batch_goes_on_bit_for_bit(tmp_path, threads, capsys):
+    """There is enough memory in the first step, of four mini-batches, and no more from the second one on. What fitted
+    is in the state: after a start in the third one nothing is repeated."""
+    changes = {"steps": 3, "actor__token_budget": "auto", "checkpoint__keep": 9, "check": False}
+    given = task(tmp_path, actor__loss=f"{__name__}:narrow", **changes)
+    NARROW.update(calls=0, enough=4, stop=-1)
+    fppo(capsys, "train", given, "--output-dir", tmp_path / "whole")
+    for stop in (6, NARROW["calls"] - 1):
+        run = tmp_path / f"stopped_{stop}"
+        NARROW.update(calls=0, enough=4, stop=stop)
+        with pytest.raises(RuntimeError, match="stopped"):
+            cli.main(["train", str(given), "--output-dir", str(run)])
+        NARROW.update(calls=0, enough=0, stop=-1)
+        fppo(capsys, "train", given, "--output-dir", run)
+        assert NARROW["calls"] == (9 + 8 if stop == 6 else 8), "one pass is repeated where there was no memory"
+        assert "equal" in fppo(capsys, "diff", tmp_path / "whole", run)
+
+
+def test_a_run_that_ended_for_lack_of_memory_goes_on_with_a_budget_that_finds_its_size_and_back(
+    tmp_path, threads, capsys
+):
+    given = task(tmp_path, steps=1, actor__loss=f"{__name__}:narrow", critic__token_budget=64, check=False)
+    NARROW.update(calls=0, enough=4, stop=-1)
+    fppo(capsys, "train", given)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        cli.main(["train", str(given), "--steps", "2"])
+    assert any('token_budget = "auto"' in note for note in error.value.__notes__)
+    fppo(capsys, "train", given, "--steps", 2, "--actor.token-budget", "auto", "--critic.token-budget", "auto")
+    fppo(capsys, "train", given, "--steps", 3, "--actor.token-budget", 14)
+    assert (tmp_path / "run" / "model").is_dir()

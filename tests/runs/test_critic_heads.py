@@ -16,13 +16,6 @@ from tests import tiny_run
 BINS = {"critic__loss": "hl_gauss", "critic__loss__bins": 7, "critic__loss__low": -0.5, "critic__loss__high": 1.5}
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("task")
-    tiny_run.write_task(directory)
-    return directory
-
-
 def _digests(directory):
     return {line["step"]: line["state"] for line in jsonl.read(directory / "digests.jsonl")}
 

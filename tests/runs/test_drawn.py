@@ -60,6 +60,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("which", "change"), [(which, name) for which, each in CHANGES.items() for name in each])
 def test_other_rows_are_named_and_wait_for_a_setting(task, capsys, which, change):
     rewritten(task, "train.jsonl", CHANGES[which][change])
@@ -76,6 +77,7 @@ def test_another_template_is_named(task, capsys):
     assert "data: the prompts as tokens differ from those that " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_and_with_others_if_asked(task, capsys):
     (task / "t.jinja").write_text(TEMPLATE.replace("1", "2"))  # which changes no prompt
     (task / "train.jsonl").rename(task / "moved.jsonl")
@@ -95,6 +97,7 @@ def test_a_run_goes_on_with_the_same_and_with_others_if_asked(task, capsys):
     assert cli.main(["train", str(task / "run.toml"), "--steps", "4", *place]) == 0  # it is the run's data now
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_time_without_notes_is_gone_on_from(task):
     manifest = next((task / "run" / "checkpoints").glob("step_*")) / "state.json"
     content = json.loads(manifest.read_text())

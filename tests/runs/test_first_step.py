@@ -57,6 +57,7 @@ def test_turns_have_a_bound_of_their_own(tmp_path):
     assert "at rollout.max_tokens = 3 or rollout.turns.turn_tokens = 2; a cut turn ends its episode" in text
 
 
+@pytest.mark.slow
 def test_a_run_says_it_once(tmp_path, capsys):
     tiny_run.write_task(tmp_path)
     lines = [json.dumps({"prompt": f"{number}+1=", "answer": "never"}) for number in range(9)]

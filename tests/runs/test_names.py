@@ -40,7 +40,11 @@ def begun(tmp_path_factory):
     return task, jsonl.read(task / "run" / "digests.jsonl")
 
 
-@pytest.mark.parametrize("change", CHANGES)
+FAST = ("renamed to a step that comes", "swapped")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in CHANGES])
 def test_a_run_goes_on_bit_for_bit_from_what_its_manifests_say(begun, tmp_path, capsys, change):
     task, digests = begun
     run = tmp_path / "run"
@@ -59,6 +63,7 @@ def test_a_run_goes_on_bit_for_bit_from_what_its_manifests_say(begun, tmp_path, 
     assert cli.main(["export", str(run), str(tmp_path / "second"), "--step", "2"]) == 0
 
 
+@pytest.mark.slow
 def test_old_checkpoints_are_dropped_by_their_steps(begun, tmp_path):
     task, _ = begun
     run = tmp_path / "run"
@@ -69,6 +74,7 @@ def test_old_checkpoints_are_dropped_by_their_steps(begun, tmp_path):
     assert sorted((run / "checkpoints").iterdir()) == at[2:4]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_named_is_the_one_that_is_loaded(begun, tmp_path, capsys):
     """A directory that holds another run's step beside the one with that name is refused: two are of one step."""
     task, _ = begun

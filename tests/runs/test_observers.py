@@ -42,6 +42,7 @@ def wrong(record: Any) -> list[float]:
     return [1.0]
 
 
+@pytest.mark.slow
 def test_a_run_logs_their_numbers_and_outlives_their_errors(tmp_path, capsys):
     tiny_run.write_task(tmp_path)
     names = [f"{__name__}:{fn.__name__}" for fn in (lengths, failing, wrong, after)]
@@ -101,18 +102,6 @@ def test_names_that_are_none_are_refused(tmp_path, names, text):
         files.check(settings)
 
 
-def test_traffic_is_that_since_the_last_call():
-    """Seconds and bytes of a step, not of the run so far; the watch counts steps from the one that is done."""
-    watch = types.SimpleNamespace(step=None, total=Traffic())
-    watch.traffic = lambda: {"shard": watch.total}
-    since = traffic_since(watch, 4)
-    found = []
-    for more in (3, 5, 0):
-        watch.total = Traffic(calls=watch.total.calls + 1, bytes=watch.total.bytes + more)
-        found.append(since()["shard"].bytes)
-    assert (found, watch.step) == ([3, 5, 0], 7)
-
-
 def test_traffic_of_each_axis_is_its_own():
     watch = types.SimpleNamespace(step=None, totals={"shard": Traffic(), "replicate": Traffic()})
     watch.traffic = lambda: dict(watch.totals)
@@ -136,8 +125,7 @@ def test_a_profile_counts_what_its_own_step_compiled(tmp_path, monkeypatch):
     monkeypatch.setattr(observers, "_compiled", lambda: compiled[0])
 
     class Profile:
-        def __init__(self, activities: Any) -> None:
-            del activities
+        def __init__(self) -> None:
             self.state = "made"
 
         def start(self) -> None:

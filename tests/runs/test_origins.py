@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import attrs
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from fppo.commands import cli
 from fppo.runs import jsonl, origins
@@ -42,6 +39,7 @@ def goes_on(task, steps, capsys):
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_start_says_what_code_and_packages_are_others(task, capsys, monkeypatch):
     assert "other code" not in goes_on(task, 1, capsys)
     places = task / "run" / "starts"
@@ -50,7 +48,7 @@ def test_a_start_says_what_code_and_packages_are_others(task, capsys, monkeypatc
     assert {"python", "fppo", "torch", "transformers"} <= {*kept["versions"]}
 
     (task / "origin_rewards.py").write_text(CODE.format(sign="-") + "\n# 2")
-    monkeypatch.setattr(origins.platform, "python_version", lambda: "3.99.0")
+    monkeypatch.setattr(platform, "python_version", lambda: "3.99.0")
     said = goes_on(task, 2, capsys)
     assert "going on from step 1 with other code: the code of origin_rewards has changed: 3 lines added" in said
     assert f"; python {kept['versions']['python']} -> 3.99.0" in said
@@ -70,36 +68,6 @@ def test_a_damaged_record_is_told_and_stops_nothing(tmp_path, damage):
     text = f"with other code, perhaps: the origin of the last start cannot be read in {place.parent}"
     assert origins.record(settings, 0) == [text]
     assert place.read_text() == whole
-
-
-STEPS = 6
-
-
-@given(st.lists(st.tuples(st.integers(1, STEPS - 1), st.sampled_from("123")), max_size=5))
-@example([(4, "2"), (2, "3")])
-@example([(4, "2"), (2, "2"), (3, "2")])
-@example([(3, "2"), (3, "1")])
-@example([(3, "2"), (1, "1"), (3, "1")])
-def test_the_origin_of_a_step_is_that_of_the_start_that_made_it(starts):
-    """A start makes all steps after its own, also those that were there; each says what is other than before it."""
-    with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patched:
-        run = Path(place) / "run"
-        (run / "starts").mkdir(parents=True)
-        settings = tiny_run.settings(Path(place))
-        made, before, kept = [None] * STEPS, None, {0: "1"}
-        for step, version in [(0, "1"), *starts]:
-            patched.setattr(origins.platform, "python_version", lambda version=version: version)
-            lines = [] if before in (None, version) else [f"with other code: python {before} -> {version}"]
-            assert origins.record(settings, step) == lines
-            made[step:] = [version] * (STEPS - step)
-            before = version
-            found = [origins.load(run, each) for each in range(1, STEPS + 1)]
-            assert [x and x.versions["python"] for x in found] == made
-            kept = {start: x for start, x in kept.items() if start <= step}
-            if kept[max(kept)] != version:  # else the start has no record of its own
-                kept[step] = version
-            assert {int(x.stem[-8:]) for x in (run / "starts").iterdir()} == {*kept}
-        assert origins.load(run, 0) is None
 
 
 def test_commits_are_those_that_git_names(tmp_path):
@@ -142,6 +110,7 @@ def test_what_differs_is_named():
     ]
 
 
+@pytest.mark.slow
 def test_versions_outside_of_the_bounds_are_told(capsys, monkeypatch, task):
     required = ["torch<2.15,>=2.11", "numpy", "tyro<1.1"]
     assert origins.untested({"torch": "2.13.0+cpu", "numpy": "9"}, required) == []

@@ -6,7 +6,9 @@ import random
 import re
 from collections import Counter
 from types import MappingProxyType
+from typing import Any
 
+import attrs
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,6 +17,7 @@ from fppo import models, tree
 from fppo.assembly import pools
 from fppo.assembly.run import assemble
 from fppo.commands import actions, distributed
+from fppo.commands.actions import CommandRank
 from fppo.fleet import GroupDied
 from fppo.fleet.group import RankLost
 from fppo.models import lora_files
@@ -44,28 +47,30 @@ def engines(count, *, beside=MappingProxyType({}), rows=4, restarts=3):
     }
 
 
+@attrs.frozen
 class Here:
-    """A cluster of this process' threads."""
+    """A cluster of this process' threads, which `on_send(threads, request)` sees at work."""
+
+    on_send: Any = None
+    kind: type[Threads] = Threads
 
     def ranks(self, spec):
-        return Threads(**(spec.sizes if spec.count > 1 else {}))
+        made = self.kind(**(spec.sizes if spec.count > 1 else {}))
+        made.on_send = self.on_send
+        return made
 
 
-@pytest.fixture(autouse=True)
-def threads(monkeypatch):
-    monkeypatch.setattr(pools, "cluster", lambda name: contextlib.nullcontext(Here()))
+def on_threads(**how):
+    """A process whose pools are of its threads."""
+    return CommandRank(open_cluster=lambda name: contextlib.nullcontext(Here(**how)))
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("task")
-    tiny_run.write_task(directory)
-    return directory
+THREADS = on_threads()
 
 
-def train(task, directory, **changes):
+def train(task, directory, *, here=THREADS, **changes):
     asked = {"device": "cpu", "steps": 3, "actor__optimizer__schedule": "constant"} | changes
-    assert actions.train(tiny_run.settings(task, output_dir=str(directory), **asked)) == 0
+    assert actions.train(tiny_run.settings(task, output_dir=str(directory), **asked), here) == 0
     return directory
 
 
@@ -107,6 +112,7 @@ def check_trace(directory):
     return calls
 
 
+@pytest.mark.slow
 def test_it_writes_what_one_process_writes(task, whole, tmp_path, capsys):
     apart = train(task, tmp_path / "apart", **APART)
     assert lines(apart) == lines(whole)
@@ -126,7 +132,7 @@ def test_it_writes_what_one_process_writes(task, whole, tmp_path, capsys):
     assert tiny_run.sample_bytes(apart) == tiny_run.sample_bytes(whole)
     params = [models.load(x / session.MODEL)[1] for x in (whole, apart)]
     assert all(torch.equal(x, params[1][name]) for name, x in params[0].items())
-    assert actions.replay(apart, 3) == 0
+    assert actions.replay(apart, 3, THREADS) == 0
     for directory in (whole, apart):
         capsys.readouterr()
         assert actions.evaluate(files.load(directory / files.SETTINGS)) == 0
@@ -136,32 +142,37 @@ def test_it_writes_what_one_process_writes(task, whole, tmp_path, capsys):
 
 def test_the_controller_of_pools_is_one_process(task):
     with pytest.raises(ValueError, match="placement: pools start their own processes, and the controller is one"):
-        distributed.run(lambda *_: 0, tiny_run.settings(task, **APART), [], 2)
+        distributed.placed(lambda *_: 0, tiny_run.settings(task, **APART), [], 2)
 
 
-def lost(monkeypatch, wanted):
-    """Who is sent a call of a label, and is the so many-th to be, as `wanted` has them, is lost. The labels sent."""
-    sent, send = [], Threads.send
+def losing(wanted):
+    """A process of whose pools a rank is lost as it is sent a call: `wanted(sent)` says so of the labels sent so far.
+    And these labels."""
+    sent = []
 
-    def losing(self, request, large):
+    def on_send(threads, request):
         sent.append(request.label)
-        if (request.label, sent.count(request.label)) in wanted:
-            self.lose(0)
-        return send(self, request, large)
+        if wanted(sent):
+            threads.lose(0)
 
-    monkeypatch.setattr(Threads, "send", losing)
-    return sent
+    return on_threads(on_send=on_send), sent
 
 
-def test_engines_of_which_some_die_write_what_one_process_writes(task, whole, tmp_path, monkeypatch, capsys):
-    lost(monkeypatch, {("generate", 3), ("take weights", 7)})
+def lost(*calls):
+    """Who is sent a call of a label, and is the so many-th to be, is lost."""
+    return losing(lambda sent: (sent[-1], sent.count(sent[-1])) in calls)
+
+
+@pytest.mark.slow
+def test_engines_of_which_some_die_write_what_one_process_writes(task, whole, tmp_path, capsys):
+    here, _ = lost(("generate", 3), ("take weights", 7))
     two = APART | engines(2, beside=APART["placement__pools"], rows=8)  # which makes a batch one request
     with pytest.warns(RuntimeWarning, match=r"'e [01]': rank 0 of 1 \(thread 0\) was lost in .*; others answer for it"):
-        apart = train(task, tmp_path / "apart", **two)
+        apart = train(task, tmp_path / "apart", here=here, **two)
     assert "e (rollout): 2 engines of 1 thread" in capsys.readouterr().out
     assert lines(apart) == lines(whole)
     assert tiny_run.sample_bytes(apart) == tiny_run.sample_bytes(whole)
-    assert actions.replay(apart, 3) == 0
+    assert actions.replay(apart, 3, THREADS) == 0
 
 
 @pytest.mark.slow
@@ -198,13 +209,13 @@ def test_a_reference_that_is_the_start_of_an_adapter_may_be_elsewhere(task, tmp_
 
 
 @pytest.mark.slow
-def test_engines_sample_ahead_and_when_all_are_lost_the_run_goes_back(task, tmp_path, monkeypatch, capsys):
+def test_engines_sample_ahead_and_when_all_are_lost_the_run_goes_back(task, tmp_path, capsys):
     asked = {"rollout__ahead": 1, "rollout__n": 2, "algorithm__advantage": "remax"}
     one = train(task, tmp_path / "one", **engines(1), **asked)
-    sent = lost(monkeypatch, {("generate", 12), ("generate", 13)})
+    here, sent = lost(("generate", 12), ("generate", 13))
     two = engines(2, beside={"a": {"ranks": 1}}, restarts=0) | {"placement__roles__actor": "a"}
     with pytest.warns(RuntimeWarning, match="others answer for it"):
-        apart = train(task, tmp_path / "apart", **two, **asked)
+        apart = train(task, tmp_path / "apart", here=here, **two, **asked)
     kept = [place for place, label in enumerate(sent) if label == "hold"]
     assert kept
     assert all(sent[place + 1] == "read weights" for place in kept)  # before the actor is at work again
@@ -213,41 +224,33 @@ def test_engines_sample_ahead_and_when_all_are_lost_the_run_goes_back(task, tmp_
     assert lines(apart) == lines(one)
 
 
-def test_what_cannot_start_is_not_tried_again(task, tmp_path, monkeypatch):
+def test_what_cannot_start_is_not_tried_again(task, tmp_path):
     started = []
 
-    def start(self):
-        started.append(self)
-        raise RankLost("there is no room", again=False)
+    class NoRoom(Threads):
+        def start(self):
+            started.append(self)
+            raise RankLost("there is no room", again=False)
 
-    monkeypatch.setattr(Threads, "start", start)
+    here = on_threads(kind=NoRoom)
     with pytest.raises(GroupDied, match=r"group '[ac]' did not start: there is no room"):
-        train(task, tmp_path / "run", **APART)
+        train(task, tmp_path / "run", here=here, **APART)
     assert len(started) == 2
     (tmp_path / "taken").mkdir()
     with (
         session.alone_in(tmp_path / "taken"),
         pytest.raises(ValueError, match="output_dir: another process is writing to"),
     ):
-        train(task, tmp_path / "taken", **APART)
+        train(task, tmp_path / "taken", here=here, **APART)
     assert len(started) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_whichever_rank_is_lost_at_whatever_moment_the_run_ends_as_if_it_had_not(
-    task, whole, tmp_path, monkeypatch, capsys, seed
-):
-    moment, sent, send = random.Random(seed).randrange(50), [], Threads.send
-
-    def losing(self, request, large):
-        sent.append(request.label)
-        if len(sent) == moment + 1:
-            self.lose(0)
-        return send(self, request, large)
-
-    monkeypatch.setattr(Threads, "send", losing)
-    apart = train(task, tmp_path / "apart", **APART)
+def test_whichever_rank_is_lost_at_whatever_moment_the_run_ends_as_if_it_had_not(task, whole, tmp_path, capsys, seed):
+    moment = random.Random(seed).randrange(50)
+    here, sent = losing(lambda sent: len(sent) == moment + 1)
+    apart = train(task, tmp_path / "apart", here=here, **APART)
     assert f"was lost in {sent[moment]}: the thread is gone; starting the pools again (1" in capsys.readouterr().err
     assert lines(apart) == lines(whole)
 
@@ -277,8 +280,9 @@ def test_what_stages_and_shards_have_saved_is_whole_in_one_process_and_theirs_ag
         run = session.load(assembly, directory / session.CHECKPOINTS, 1)
     assert digests.digest(run, "sums", device=torch.device("cpu")) == recorded["result"]
     settings = tiny_run.settings(tmp_path, device="cpu", output_dir=str(directory), **two)
+    placed = settings.placement, settings.mesh, settings.device
     with (
-        pools.groups_of(settings.placement, settings.mesh, settings.device, settings.model_roles) as places,
+        pools.groups_of(*placed, settings.model_roles, open_cluster=THREADS.open_cluster) as places,
         assemble(settings, places=places) as assembly,
     ):
         run = session.load(assembly, directory / session.CHECKPOINTS, 1)
@@ -287,12 +291,12 @@ def test_what_stages_and_shards_have_saved_is_whole_in_one_process_and_theirs_ag
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_a_pool_ends_as_if_it_had_not(task, whole, tmp_path, monkeypatch, capsys):
-    sent = lost(monkeypatch, {("update_critic", 2)})
-    apart = train(task, tmp_path / "apart", **APART)
+def test_a_run_that_loses_a_pool_ends_as_if_it_had_not(task, whole, tmp_path, capsys):
+    here, sent = lost(("update_critic", 2))
+    apart = train(task, tmp_path / "apart", here=here, **APART)
     words = "group 'c': rank 0 of 1 (thread 0) was lost in update_critic: the thread is gone; starting the pools again"
     assert f"{words} (1 of 3 times), from the checkpoint of step 1" in capsys.readouterr().err
     assert lines(apart) == lines(whole)
     sent.clear()
     with pytest.raises(GroupDied, match="update_critic"):
-        train(task, tmp_path / "never", placement__restarts=0, **APART)
+        train(task, tmp_path / "never", here=here, placement__restarts=0, **APART)

@@ -15,7 +15,7 @@ from fppo import models, tree
 from fppo.commands import actions, cli
 from fppo.key import Key
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
-from fppo.runs import jsonl, samples, session
+from fppo.runs import jsonl, samples
 from fppo.runtime import checkpoint
 from fppo.runtime.checkpoint import CheckpointError, Pending
 from fppo.settings import files
@@ -67,6 +67,7 @@ def fppo(capsys, *arguments: object, status: int = 0) -> str:
     return "".join(capsys.readouterr())
 
 
+@pytest.mark.slow
 def test_a_copy_goes_on_by_itself_and_is_what_commands_read(task, run, capsys):
     before = content(task / "run")
     fppo(capsys, "train", run / "settings.toml", "--steps", 6)
@@ -133,6 +134,7 @@ def test_how_a_start_was_asked_for_is_none_of_the_runs_settings(task, tmp_path, 
     assert sorted(digests(new)) == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_fork_whose_settings_change_before_a_checkpoint_is_still_that_fork(task, tmp_path, monkeypatch, capsys):
     fork = checkpoint.path_of(task / "run" / "checkpoints", 2)
     file = tmp_path / "fork.toml"
@@ -142,13 +144,14 @@ def test_a_fork_whose_settings_change_before_a_checkpoint_is_still_that_fork(tas
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(session, "train", killed)
+        patch.setattr(torch.autograd, "grad", killed)
         fppo(capsys, "train", file, "--resume", fork, status=130)
         fppo(capsys, "train", tmp_path / "fork" / "settings.toml", "--actor.optimizer.lr", "0.01", status=130)
     fppo(capsys, "train", file, "--resume", fork, "--steps", 3)
     assert sorted(digests(tmp_path / "fork")) == [3]
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_anew_with_another_model_keeps_that_ones_config(task, tmp_path, monkeypatch, capsys):
     given = {"output_dir": str(tmp_path / "run"), "checkpoint__every": 0}
 
@@ -156,7 +159,7 @@ def test_a_run_that_begins_anew_with_another_model_keeps_that_ones_config(task, 
         raise RuntimeError("mine")
 
     with monkeypatch.context() as patch:
-        patch.setattr(session, "train", breaks)
+        patch.setattr(torch.autograd, "grad", breaks)
         with pytest.raises(RuntimeError, match="mine"):
             actions.train(tiny_run.settings(task, **given))
     tokenizer = character_tokenizer(CHARACTERS)
@@ -172,6 +175,7 @@ def test_responses_of_any_checkpoint_are_sampled(task, run, capsys):
     assert "batch 1/1" in said
 
 
+@pytest.mark.slow
 def test_a_fork_that_was_killed_before_its_first_checkpoint_goes_on_from_there(task, tmp_path, monkeypatch):
     fork = str(checkpoint.path_of(task / "run" / "checkpoints", 2))
     given = tiny_run.settings(task, output_dir=str(tmp_path / "fork"), resume=fork, **SETTINGS)
@@ -180,13 +184,14 @@ def test_a_fork_that_was_killed_before_its_first_checkpoint_goes_on_from_there(t
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(session, "train", killed)
+        patch.setattr(torch.autograd, "grad", killed)
         with pytest.raises(KeyboardInterrupt):
             actions.train(given)
     assert actions.train(files.load(tmp_path / "fork" / "settings.toml")) == 0
     assert sorted(digests(tmp_path / "fork")) == [3, 4]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_failed_is_found_out_at_the_next_step(task, tmp_path, monkeypatch):
     def fails(*_, **__):
         result = Future()
@@ -199,6 +204,7 @@ def test_a_checkpoint_that_failed_is_found_out_at_the_next_step(task, tmp_path, 
     assert max(digests(tmp_path / "run")) == 3
 
 
+@pytest.mark.slow
 def test_an_error_lets_the_checkpoint_that_was_begun_be_written(task, tmp_path, monkeypatch):
     real = checkpoint.begin_save
     waited = []
@@ -242,6 +248,7 @@ def test_changed_settings_are_named_recorded_and_used_for_the_steps_that_they_ma
     assert "as recorded, bit for bit" in said
 
 
+@pytest.mark.slow
 def test_fewer_steps_than_are_done_change_nothing(run, capsys):
     before = content(run)
     assert "steps = 2: step 4 is done" in fppo(capsys, "train", run / "settings.toml", "--steps", 2)
@@ -277,6 +284,7 @@ def test_a_damaged_record_loses_nothing_else_and_what_is_gone_is_said(task, run,
     assert max(digests(task / "run")) == 4
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_over_its_record(run, capsys):
     shutil.rmtree(run / "checkpoints")
     before = content(run)
@@ -297,6 +305,7 @@ def _unable_to_train(run: Path, task: Path) -> None:
         file.write_text(text)
 
 
+@pytest.mark.slow
 def test_evaluation_and_export_need_only_what_they_use(task, run, capsys):
     expected = fppo(capsys, "eval", run)
     _unable_to_train(run, task)
@@ -324,6 +333,7 @@ def test_vllm_is_not_asked_for_an_export(run, capsys):
     assert exported(run.parent / "policy") == exported(run / "model")
 
 
+@pytest.mark.slow
 def test_a_run_without_a_critic_exports_none(task, tmp_path, capsys):
     given = {"algorithm__advantage": "grpo", "rollout__n": 4, "steps": 1}
     assert actions.train(tiny_run.settings(task, output_dir=str(tmp_path / "run"), **given)) == 0
@@ -354,6 +364,7 @@ def test_a_run_does_not_export_over_what_it_began_from(task, tmp_path, capsys):
     assert not (tmp_path / "other" / "settings.toml").exists()
 
 
+@pytest.mark.slow
 def test_a_settings_file_of_ones_own_in_the_runs_directory_is_kept(task, tmp_path, capsys):
     file = tmp_path / "mine" / "settings.toml"
     file.parent.mkdir()
@@ -365,6 +376,7 @@ def test_a_settings_file_of_ones_own_in_the_runs_directory_is_kept(task, tmp_pat
     assert (file.parent / "settings.toml.kept").read_text() == text
 
 
+@pytest.mark.slow
 def test_what_was_written_before_a_run_kept_its_starts_is_read_where_it_stands(run, capsys):
     """Runs of the versions before have neither starts nor configs."""
     for name in ("starts", "configs"):

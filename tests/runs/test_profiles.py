@@ -3,12 +3,15 @@
 import gzip
 import json
 
+import pytest
+
 from fppo.assembly.run import assemble
 from fppo.pipeline import train
 from fppo.runs.observers import GIB, Profiles, copied, counts
 from tests import tiny_run
 
 
+@pytest.mark.slow
 def test_a_step_is_profiled_with_its_stages(tmp_path):
     tiny_run.write_task(tmp_path)
     profiles, records = Profiles(directory=tmp_path, steps=(2,)), []

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -31,13 +32,6 @@ from tests.distributed.ranks import draw_little
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("task")
-    tiny_run.write_task(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def plain(task):
     """A whole run, which tests read, or copy."""
     return _run(task, task, "plain")[1]
@@ -61,6 +55,7 @@ def _run(task, tmp_path, name, **changes):
     return actions.train(given), tmp_path / name
 
 
+@pytest.mark.slow
 def test_one_seed_twice_is_one_run_and_another_seed_is_another(task, plain, tmp_path):
     first = plain
     _, second = _run(task, tmp_path, "second")
@@ -71,6 +66,7 @@ def test_one_seed_twice_is_one_run_and_another_seed_is_another(task, plain, tmp_
     assert _digests(first)[1] != _digests(other)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cut", "changes"),
     [(1, {}), pytest.param(2, {"critic__popart": 0.3, "critic__privileged": 2}, marks=pytest.mark.slow)],
@@ -85,6 +81,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(task, tmp_path, cut, changes):
     assert steps == list(range(4))
 
 
+@pytest.mark.slow
 def test_a_run_that_samples_ahead_stops_goes_on_and_replays_bit_for_bit(task, tmp_path):
     given = {"rollout__ahead": 1, "actor__optimizer__schedule": "constant", "steps": 3}
     _, whole = _run(task, tmp_path, "whole", **given)
@@ -130,6 +127,7 @@ def test_a_run_trains_on_the_rollouts_that_another_saved(task, tmp_path, shared,
         assert 0 < max(dropped) < 1
 
 
+@pytest.mark.slow
 def test_where_a_run_stands_is_read_once_nobody_else_writes(task, tmp_path, monkeypatch):
     real, seen = session.restore, []
 
@@ -144,6 +142,7 @@ def test_where_a_run_stands_is_read_once_nobody_else_writes(task, tmp_path, monk
     assert seen == ["restored"]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_holds_its_state_once(task, tmp_path):
     _, path = _run(task, tmp_path, "run", steps=1)
     with assemble(tiny_run.settings(task, output_dir=str(path), steps=2)) as assembly:
@@ -153,6 +152,7 @@ def test_a_run_that_goes_on_holds_its_state_once(task, tmp_path):
         assert [x.data_ptr() for x in tree.tensors(run)] == places
 
 
+@pytest.mark.slow
 def test_what_a_run_saved_stays_as_it_is_when_steps_are_computed_again(task, tmp_path):
     _, path = _run(task, tmp_path, "run", steps=2, rollout__save=True, checkpoint__keep=5)
     for file in (path / "rollouts").iterdir():
@@ -161,12 +161,20 @@ def test_what_a_run_saved_stays_as_it_is_when_steps_are_computed_again(task, tmp
     assert [file.read_bytes() for file in (path / "rollouts").iterdir()] == [b"mine"] * 2
 
 
+@pytest.mark.slow
 def test_rollouts_are_made_without_training_and_trained_on_later(task, tmp_path, capsys):
     given = tiny_run.settings(task, output_dir=str(tmp_path / "made"), steps=2)
     assert actions.rollout(given) == 0
     directory = tmp_path / "made" / "rollouts"
-    assert f"--rollout.from {directory} --steps 2" in capsys.readouterr().out
-    assert len(jsonl.read(directory / "samples.jsonl")) == 16
+    said = capsys.readouterr().out
+    assert f"--rollout.from {directory} --steps 2" in said
+    assert re.search(
+        r"^batch 1/2  score 0\.\d{3}  length [1-3]\.\d  tok/s [\d,]+\nbatch 2/2  score ", said, re.MULTILINE
+    )
+    rows = jsonl.read(directory / "samples.jsonl")
+    assert [row["step"] for row in rows] == [1] * 8 + [2] * 8
+    first, second = ([row["response"] for row in each] for each in (rows[:8], rows[8:]))
+    assert sum(a == b for a, b in zip(first, second, strict=True)) < 4  # each batch has draws of its own
     with pytest.raises(ValueError, match="holds rollouts already"):
         actions.rollout(given)
     status, path = _run(task, tmp_path, "trained", steps=2, rollout__from=str(directory))
@@ -240,6 +248,7 @@ def _last_digest(directory: Path) -> int:
     return max((line["step"] for line in jsonl.read(path)), default=0)
 
 
+@pytest.mark.slow
 def test_replay_finds_nothing_in_a_sound_run_and_names_the_leaf_in_a_changed_one(task, tmp_path, capsys):
     _, directory = _run(task, tmp_path, "run", checkpoint__every=2)
     assert actions.replay(directory, 3) == 0
@@ -272,6 +281,7 @@ def _learning_rates(directory):
     return [line["actor/lr"] for line in jsonl.read(directory / "metrics.jsonl")[-3:]]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_with_other_epochs_keeps_its_schedule(task, tmp_path):
     """The rate of each step is that of its place in the run, whatever updates there were before."""
     _, directory = _run(task, tmp_path, "run", steps=3, actor__epochs=1)
@@ -288,7 +298,10 @@ def test_a_run_that_goes_on_with_other_epochs_keeps_its_schedule(task, tmp_path)
 ONCE = {"actor__epochs": 1, "actor__mini_batch_size": 8, "critic__mini_batch_size": 8}
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "exponential", "wsd"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "schedule", ["linear", *(pytest.param(x, marks=pytest.mark.slow) for x in ("cosine", "exponential", "wsd"))]
+)
 def test_a_longer_run_says_that_its_learning_rates_rise(task, tmp_path, capsys, schedule):
     """By the numbers that the next step logs, for each role whose rate is another."""
     changes = ONCE | {f"{role}__optimizer__schedule": schedule for role in ("actor", "critic")}
@@ -310,6 +323,7 @@ def test_a_longer_run_says_that_its_learning_rates_rise(task, tmp_path, capsys, 
     assert logged["actor/lr"] > 1.1e-4
 
 
+@pytest.mark.slow
 def test_a_run_from_anothers_checkpoint_says_that_its_learning_rate_is_another(task, tmp_path, capsys):
     _, directory = _run(task, tmp_path, "run", steps=2, **ONCE)
     capsys.readouterr()
@@ -321,6 +335,7 @@ def test_a_run_from_anothers_checkpoint_says_that_its_learning_rate_is_another(t
     assert said == [f"going on from step 2 with another learning rate: {text}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_a_checkpoint_without_a_clock_goes_on_by_the_number_of_updates(task, tmp_path, warmup):
     """As those of earlier versions."""
@@ -376,6 +391,7 @@ def test_every_estimator_and_every_policy_loss_run_as_settings(task, advantage, 
         assert "critic/vf_loss" not in report
 
 
+@pytest.mark.slow
 def test_correction_and_layer_checkpoints_run_as_settings(task, tmp_path):
     status, directory = _run(
         task,
@@ -395,18 +411,21 @@ def test_correction_and_layer_checkpoints_run_as_settings(task, tmp_path):
     assert "rollout_corr/rollout_is_mean" in jsonl.read(directory / "metrics.jsonl")[-1]
 
 
+@pytest.mark.slow
 def test_the_engines_log_probs_are_the_trainers(task, tmp_path):
     _, directory = _run(task, tmp_path, "run", rollout__temperature=0.7, rollout__top_k=5, steps=2)
     for line in jsonl.read(directory / "metrics.jsonl")[1:]:
         assert line["training/rollout_probs_diff_max"] < 1e-5
 
 
+@pytest.mark.slow
 def test_the_critic_warms_up_alone(task, tmp_path):
     _, directory = _run(task, tmp_path, "run", critic__warmup_steps=2, steps=3)
     lines = jsonl.read(directory / "metrics.jsonl")
     assert ["actor/pg_loss" in line for line in lines] == [False, False, False, True]
 
 
+@pytest.mark.slow
 def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(task, tmp_path):
     given = tiny_run.settings(task, output_dir=str(tmp_path / "run"), steps=500, checkpoint__every=0)
     process = _started(given)
@@ -433,6 +452,7 @@ def test_a_request_to_stop_says_what_a_second_one_costs(capsys):
     )
 
 
+@pytest.mark.slow
 def test_resuming_refuses_what_would_mix_runs(task, plain, tmp_path):
     shutil.copytree(plain, tmp_path / "run")
     with pytest.raises(ValueError, match="another output_dir"):
@@ -450,6 +470,7 @@ def exploding(log_probs, old_log_probs, advantages, mask):
     return (per_token * factor).where(mask, 0.0), report
 
 
+@pytest.mark.slow
 def test_an_update_that_is_not_finite_is_skipped_counted_dumped_and_replays(task, tmp_path, capsys):
     loss = "tests.runs.test_runs:exploding"
     _, directory = _run(task, tmp_path, "run", actor__loss__name=loss, check=False, steps=6)
@@ -472,7 +493,7 @@ def test_a_checkpoint_that_was_begun_is_finished_where_the_others_still_write(ra
     result = Future()
     result.set_exception(checkpoint.CheckpointError("it could not be written"))
     pending = Pending(result)
-    writer = Checkpoints(kept=lambda step: True, begin=lambda run: pending, ranks=ranks, pending=[pending])
+    writer = Checkpoints(is_saved=lambda step: True, begin=lambda run: pending, ranks=ranks, pending=[pending])
     writer.leave(alone=alone)
     assert len(writer.pending) == alone
 
@@ -496,6 +517,7 @@ def test_eval_prints_what_the_run_logged_last(task, plain, tmp_path, capsys):
     assert all(last[name] == pytest.approx(value, abs=1e-6) for name, value in numbers.items())
 
 
+@pytest.mark.slow
 def test_every_response_of_an_evaluation_is_kept(task, tmp_path, capsys):
     _, directory = _run(task, tmp_path, "run", eval__every=2, eval__n=2, eval__temperature=1.0)
     kept = directory / "evaluations"

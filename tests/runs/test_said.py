@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 import types
 
 import attrs
@@ -13,18 +14,17 @@ import torch
 
 import fppo
 from fppo import metrics
-from fppo.batch import Column, RowInputs
+from fppo.batch import Column
 from fppo.fleet import Call
 from fppo.pipeline.timing import StageSpan
 from fppo.pipeline.train import StepRecord
-from fppo.pipeline.truth import Beside
+from fppo.pipeline.truth import Compared
 from fppo.runs import (
     evaluations,
     loggers,
     observers,
     sample_files,
     samples,
-    sampling,
     session,
     starts,
 )
@@ -48,6 +48,7 @@ LABELS = {
     "turns": (["rollout/turns/mean"], "1234.5"),
     "tok/s": (["perf/throughput"], "1,234"),
     "no score": (["reward/errors", "reward/timeouts", "reward/judge_unparsed"], "1234"),
+    "reward cut": (["reward/model_truncated"], "1234"),
     "tool failed": (["rollout/tool_failures"], "1234"),
     "actor skipped": (["actor/skipped"], "123450%"),
     "critic skipped": (["critic/skipped"], "123450%"),
@@ -75,7 +76,7 @@ def test_a_number_of_the_console_is_that_of_its_metric(label):
 def test_what_matters_least_leaves_a_full_line_first():
     shown = [(label, "1") for label in LABELS]
     order = ["vf loss", "entropy", "tok/s", "clip", "length", "turns", "kl", "logs dropped", "logs failed", "skipped"]
-    order += ["critic skipped", "actor skipped", "tool failed", "no score", "loss"]
+    order += ["critic skipped", "actor skipped", "tool failed", "reward cut", "no score", "loss"]
     width = sum(len(label) + 4 for label, _ in shown)
     assert loggers.fitting(shown, width) == shown
     for count, label in enumerate(order):
@@ -88,36 +89,14 @@ def test_what_matters_least_leaves_a_full_line_first():
 
 
 @pytest.mark.parametrize("first_step", [0, 5])
-def test_a_bar_goes_on_where_the_run_does(monkeypatch, first_step):
+def test_a_bar_goes_on_where_the_run_does(monkeypatch, capsys, first_step):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
     assert isinstance(loggers.console(9), loggers.PlainConsole)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     with contextlib.closing(loggers.console(9, first_step=first_step)) as live:
         assert isinstance(live, loggers.LiveConsole)
-        (task,) = live._progress.tasks
-        assert (task.total, task.completed) == (9, max(first_step - 1, 0))
         live.log(6, {"critic/score/mean": 0.5})
-        assert task.completed == 6
-        assert task.fields["left"].endswith(" left")
-
-
-def test_tables_are_of_the_first_step_and_of_every_nth(monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        samples, "shown", lambda rows, tokenizer, step: asked.append((len(rows.tokens), tokenizer, step)) or ["row"]
-    )
-    tables = loggers.Tables(rows=2, every=3, tokenizer="tokenizer")
-    made = {}
-    for step in range(1, 8):
-        record = StepRecord(run=simple(step=step), experience=tiny.experience(0, 5), metrics={})
-        made[step] = tables.of(record)
-    assert [step for step, rows in made.items() if rows is not None] == [1, 3, 6]
-    for _ in range(2):
-        assert made[3]() == ["row"]
-    assert asked == [(2, "tokenizer", 3)]  # once, for all trackers
-    record = StepRecord(run=simple(step=1), experience=tiny.experience(0, 5), metrics={})
-    assert attrs.evolve(tables, rows=0).of(record) is None
-    assert tables.of(attrs.evolve(record, experience=None)) is None
+    assert "6/9" in capsys.readouterr().out
 
 
 # traces, rows, evaluations
@@ -146,8 +125,8 @@ def test_times_of_a_step_are_seconds_since_1970():
 
 
 def test_a_tracer_writes_the_calls_since_the_step_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(observers.time, "time", lambda: 500.0)
-    monkeypatch.setattr(observers.time, "perf_counter", lambda: 20.0)
+    monkeypatch.setattr(time, "time", lambda: 500.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: 20.0)
     calls = [[Call("a", "x", 1.0, 0.5, (), 1, 2)], []]
     tracer = observers.Tracer(tmp_path / "t.jsonl", lambda: calls.pop(0))
     for step in (1, 2):
@@ -161,18 +140,11 @@ def test_a_tracer_writes_the_calls_since_the_step_before(tmp_path, monkeypatch):
 
 
 def test_profiles_of_several_ranks_have_names_of_their_own(tmp_path):
-    alone = observers.Profiles(directory=tmp_path, steps=(2,))
-    assert alone._path(12) == tmp_path / "profiles" / "step_00000012.json.gz"
-    mesh = Mesh({"shard": Axis(2, 1)})
-    assert attrs.evolve(alone, mesh=mesh)._path(2).name == "step_00000002_rank_1.json.gz"
-    alone.begin(1)
-    assert alone.running == []
-    record = StepRecord(run=simple(step=1), experience=None, metrics={})
-    assert alone(record) == {}  # the next is the step
-    assert len(alone.running) == 1
-    (profiler, _), *_ = alone.stop()
-    assert alone.running == []
-    assert profiler is not None
+    profiles = observers.Profiles(directory=tmp_path, steps=(2,), mesh=Mesh({"shard": Axis(2, 1)}))
+    profiles.begin(1)
+    for step in (1, 2, 3):
+        profiles(StepRecord(run=simple(step=step), experience="rows", metrics={}))
+    assert [path.name for path in (tmp_path / "profiles").iterdir()] == ["step_00000002_rank_1.json.gz"]
 
 
 class Letters:
@@ -252,6 +224,19 @@ def test_a_table_has_each_responses_own_numbers_texts_and_tokens():
     assert "episode" not in samples.table_of(attrs.evolve(rows, episodes=None), Letters(), 4).column_names
 
 
+def test_tables_are_of_the_first_step_and_of_every_nth():
+    tables = loggers.Tables(rows=1, every=3, tokenizer=Letters())
+    made = {}
+    for step in range(1, 8):
+        made[step] = tables.of(StepRecord(run=simple(step=step), experience=scored(), metrics={}))
+    assert [step for step, rows in made.items() if rows is not None] == [1, 3, 6]
+    assert [row["prompt"] for row in made[3]()] == ["ab"]
+    assert made[3]() is made[3]()  # made once, for all trackers
+    record = StepRecord(run=simple(step=1), experience=scored(), metrics={})
+    assert attrs.evolve(tables, rows=0).of(record) is None
+    assert tables.of(attrs.evolve(record, experience=None)) is None
+
+
 def test_no_rows_are_written_where_none_are_counted(tmp_path):
     written = sample_files.SampleFiles(tmp_path / "samples", Letters(), count=0, most_bytes=1e9)
     written(StepRecord(run=simple(step=1), experience=scored(), metrics={}))
@@ -259,57 +244,9 @@ def test_no_rows_are_written_where_none_are_counted(tmp_path):
     assert list((tmp_path / "samples").iterdir()) == []
 
 
-@pytest.mark.parametrize(("stop", "done"), [(None, 4), (3, 3), (1, 1)])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_batches_are_sampled_in_turn_until_a_request_to_stop(tmp_path, monkeypatch, capsys, stop, done, rank):
-    """Each is numbered from 1 where it is written, goes on from the prompts before, and has a line of the console."""
-    calls, written, requests = [], [], []
-
-    def sample(run, *, program, draw):
-        calls.append((run.step, run.cursor, program, draw))
-        if len(calls) == stop:
-            requests.append(0.0)
-        return scored(), run.cursor + 5, {}
-
-    monkeypatch.setattr(sampling, "sample", sample)
-    monkeypatch.setattr(sampling, "replace", lambda run, **changes: simple(**vars(run) | changes))
-    monkeypatch.setattr(sampling.saved, "write", lambda rows, directory, step: written.append((directory, step)))
-    monkeypatch.setattr(sampling.metrics, "report", lambda report: {"critic/score/mean": 0.25})
-    monkeypatch.setattr(sampling, "any_rank", lambda wanted, mesh, device: wanted)
-    monkeypatch.setattr(sampling, "device_of", lambda params: None)
-    monkeypatch.setattr(session, "at", lambda settings, made: simple(step=9, cursor=7, actor=simple(params={})))
-    monkeypatch.setattr(session, "stop_requests", lambda announce: contextlib.nullcontext(requests))
-    clock = iter(float(2 * i) for i in range(100))
-    monkeypatch.setattr(sampling, "now", lambda: next(clock))
-    made = simple(
-        mesh=Mesh({"shard": Axis(2, rank)}), program="program", draw="draw", inputs=simple(tokenizer=Letters())
-    )
-    settings = tiny_run.settings(tmp_path)
-    assert settings.steps == 4
-    assert sampling.run_sampling(settings, made) == done
-    assert calls == [(i, 7 + 5 * i, "program", "draw") for i in range(done)]
-    directory = tmp_path / "run" / "rollouts"
-    numbers = [] if rank else [*range(1, done + 1)]
-    assert written == [(directory, number) for number in numbers]
-    assert directory.exists() is not bool(rank)
-    if not rank:
-        lines = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
-        assert [(line["step"], line["id"]) for line in lines] == [(i, name) for i in numbers for name in ("x", 7)]
-        assert (directory / session.SETTINGS).exists()
-    said = capsys.readouterr().out
-    assert said == "".join(f"batch {i}/4  score 0.250  length 1.5  tok/s 2\n" for i in numbers)
-
-
-def test_sampling_does_not_write_over_rollouts(tmp_path, monkeypatch):
-    monkeypatch.setattr(sampling.saved, "steps", lambda directory: [3])
-    monkeypatch.setattr(session, "at", None)
-    with pytest.raises(ValueError, match="rollouts holds rollouts already"):
-        sampling.run_sampling(tiny_run.settings(tmp_path), simple(mesh=session.LOCAL))
-
-
 def test_responses_beside_the_truth_have_the_numbers_of_their_tokens():
     numbers = [torch.arange(6.0).view(2, 3) + 10 * i + 1 / 3 for i in range(4)]
-    found = samples.truth_lines(Beside(scored(), *numbers), Letters(), 5)
+    found = samples.truth_lines(Compared(scored(), *numbers), Letters(), 5)
     names = ("values", "exact_values", "advantages", "exact_advantages")
     third = round(1 / 3, 6)
     assert [{k: x for k, x in line.items() if k not in names} for line in found] == [
@@ -321,19 +258,12 @@ def test_responses_beside_the_truth_have_the_numbers_of_their_tokens():
         assert [line[name] for line in found] == [[pytest.approx(x, abs=2e-6) for x in row] for row in expected]
 
 
-def test_a_run_of_placeholders_is_one_and_what_looks_alike_stays():
-    places, videos = torch.tensor([1, 2]), torch.tensor([4, 5, 6])
-    inputs = RowInputs({}, places, torch.zeros(0, 1, 1, 3, dtype=torch.uint8), video_places=videos)
-    assert samples._marked_once([9, 5, 5, 1, 6, 6, 6, 5, 5], inputs) == [9, 5, 1, 6, 5, 5]
-    assert samples._marked_once([5, 5], None) == [5, 5]
-
-
 def test_an_evaluation_is_written_by_the_first_rank_in_place_of_the_one_before(tmp_path):
-    beside = Beside(scored(), *[torch.zeros(2, 3) for _ in range(4)])
+    beside = Compared(scored(), *[torch.zeros(2, 3) for _ in range(4)])
 
-    def evaluate(run, keep, keep_beside):
+    def evaluate(run, keep, keep_compared):
         keep([scored(), scored()])
-        keep_beside(beside)
+        keep_compared(beside)
         return {"x": metrics.mean(torch.tensor(1.0))}
 
     run = simple(step=6)
@@ -367,17 +297,19 @@ def test_numbers_of_an_evaluation_are_sorted_and_its_files_counted(tmp_path):
     assert places[0].parent == tmp_path / "evaluations"
 
 
-def test_a_run_is_evaluated_when_its_settings_say(tmp_path, monkeypatch):
-    taken = []
-    monkeypatch.setattr(evaluations, "kept", lambda *args, **named: taken.append((args, named)) or "evaluate")
-    made = simple(evaluate="own", inputs=simple(tokenizer="tokenizer"), mesh="mesh")
+def test_a_run_is_evaluated_when_its_settings_say(tmp_path):
+    def evaluate(run, keep, keep_compared):
+        keep([scored()])
+        keep_compared(Compared(scored(), *[torch.zeros(2, 3) for _ in range(4)]))
+        return {}
+
+    made = simple(evaluate=evaluate, inputs=simple(tokenizer=Letters()), mesh=session.LOCAL)
     settings = tiny_run.settings(tmp_path, eval__every=3, eval__before=False)
     found = evaluations.in_training(settings, made)
-    assert (found.evaluate, found.every, found.before) == ("evaluate", 3, False)
-    ((evaluate, place, tokenizer, mesh), named) = taken[0]
-    assert (evaluate, tokenizer, mesh) == ("own", "tokenizer", "mesh")
-    assert place(4) == tmp_path / "run" / "evaluations" / "step_00000004.jsonl"
-    assert named == {"truth": tmp_path / "run" / "truth"}
+    assert (found.every, found.before) == (3, False)
+    assert found.evaluate(simple(step=4)) == {}
+    for name in ("evaluations", "truth"):
+        assert [path.name for path in (tmp_path / "run" / name).iterdir()] == ["step_00000004.jsonl"]
     assert evaluations.in_training(settings, simple(evaluate=None)) is None
 
 
@@ -398,6 +330,7 @@ def test_a_record_that_is_opened_knows_its_last_settings(tmp_path):
         run.samples(1)
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_from_another_one_says_so_after_each_start(tmp_path):
     """Also where its first step is begun again with other settings, by its own command."""
     (tmp_path / "run").mkdir()

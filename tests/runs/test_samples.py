@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 
 import fppo
 from fppo.batch import Column, Experience, RowInputs
+from fppo.data.pieces import pieces, pieces_of
 from fppo.runs import sample_files, samples
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.sample_files import SAMPLES, SampleFiles
-from fppo.runs.samples import pieces, pieces_of
 from tests import tiny
 
 
@@ -91,6 +91,7 @@ def experience(tokenizer: Any, *, critic: bool = True) -> Experience:
         values=numbers if critic else None,
         turn_ids=numbers.int(),
         turn_rewards=numbers,
+        process_rewards=numbers,
     )
 
 
@@ -141,7 +142,7 @@ def test_log_probs_and_rewards_are_not_rounded_to_halves(tokenizer, tmp_path):
     """Differences of log-probs are looked at, and those are small."""
     fine = torch.tensor([[-1.0001, -2.00003, 0.12345], [-1e-5, -7.00007, 0.0]])
     names = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "teacher_log_probs")
-    names += ("token_rewards", "turn_rewards", "correction_weights")
+    names += ("token_rewards", "turn_rewards", "process_rewards", "correction_weights")
     whole = attrs.evolve(experience(tokenizer), **dict.fromkeys(names, fine))
     files = SampleFiles(tmp_path, tokenizer, count=None, most_bytes=1e9)
     files(record(1, whole))

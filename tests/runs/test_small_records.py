@@ -1,5 +1,6 @@
 """Damage to a run's small records is named, and stops neither a healthy run nor what does not need them."""
 
+import os
 import shutil
 
 import pytest
@@ -11,12 +12,6 @@ from fppo.settings import files
 from tests import tiny_run
 
 START = "starts/step_00000000.toml"
-
-
-def test_steps_without_a_line_are_named_to_the_last():
-    assert jsonl.missing("x", {1, 2, 5}, 1, 7) == ["x holds nothing of step 3 to 4, 6 to 7"]
-    assert jsonl.missing("x", {2, 4}, 1, 7, every=2) == ["x holds nothing of step 6"]
-    assert jsonl.missing("x", {1, 2}, 1, 2) == jsonl.missing("x", set(), 1, 9, every=0) == []
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +35,19 @@ def _flip(data):
     return data[:place] + b"4" + data[place + 1 :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
         (START, lambda data: b""),
-        (START, lambda data: b"\0" * len(data)),
+        pytest.param(START, lambda data: b"\0" * len(data), marks=pytest.mark.slow),
         (START, _cut),
         (START, _flip),
-        (START, lambda data: b"\xff\xfe" + data),
-        (START, lambda data: b"a = " + b"[" * 5000),
+        pytest.param(START, lambda data: b"\xff\xfe" + data, marks=pytest.mark.slow),
+        pytest.param(START, lambda data: b"a = " + b"[" * 5000, marks=pytest.mark.slow),
         ("settings.toml", _cut),
         ("configs/actor/fppo_files.json", lambda data: b""),
-        ("configs/actor/fppo_files.json", _cut),
+        pytest.param("configs/actor/fppo_files.json", _cut, marks=pytest.mark.slow),
         ("configs/critic/fppo_files.json", lambda data: b'{"files": "all"}'),
         ("configs/critic/fppo_files.json", lambda data: b"[" * 50_000),
         ("metrics.jsonl", lambda data: b'{"step": "one"}\n' + data),
@@ -98,10 +94,10 @@ def test_an_export_whose_list_is_damaged_gives_way_to_the_next_but_other_files_d
 def test_what_is_written_whole_is_synced_before_it_has_its_name(tmp_path, monkeypatch, write):
     """And its name after: else a crash of the machine leaves an empty file where a whole one was."""
     done: list[str] = []
-    real = {name: getattr(exports.os, name) for name in ("fsync", "replace", "rename")}
-    monkeypatch.setattr(exports.os, "fsync", lambda handle: (done.append("sync"), real["fsync"](handle)))
+    real = {name: getattr(os, name) for name in ("fsync", "replace", "rename")}
+    monkeypatch.setattr(os, "fsync", lambda handle: (done.append("sync"), real["fsync"](handle)))
     for name in ("replace", "rename"):
-        monkeypatch.setattr(exports.os, name, lambda *a, _name=name: (done.append("name"), real[_name](*a)))
+        monkeypatch.setattr(os, name, lambda *a, _name=name: (done.append("name"), real[_name](*a)))
     match write:
         case "starts":
             starts.record(tiny_run.settings(tmp_path, output_dir=str(tmp_path)), 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,7 +150,7 @@ def test_starts_are_recorded_by_the_steps_that_they_go_on_from(tmp_path, monkeyp
     base = tiny_run.settings(tmp_path)
     expected, last = dict[int, int](), None  # by step, and those of the last start
     for step, own in made:
-        monkeypatch.setattr(origins.platform, "python_version", lambda own=own: str(own))
+        monkeypatch.setattr(platform, "python_version", lambda own=own: str(own))
         changes, news = starts.record(attrs.evolve(base, seed=own), step), origins.record(base, step)
         assert changes == ({} if last in (None, own) else {"seed": (last, own)})
         assert news == ([] if last in (None, own) else [f"with other code: python {last} -> {own}"])
@@ -158,8 +159,6 @@ def test_starts_are_recorded_by_the_steps_that_they_go_on_from(tmp_path, monkeyp
         assert {start: x["versions"]["python"] for start, x in texts.items()} == {
             x: str(y) for x, y in expected.items()
         }
-        seeds = {start: starts._values(path)["seed"] for start, path in starts._recorded(run).items()}
-        assert seeds == expected
     assert (starts.last(run)["seed"], starts.load(run).seed) == (last, last)
 
     def made_by(step):

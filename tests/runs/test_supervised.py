@@ -80,6 +80,7 @@ def plain_loop(task, batches, *, lr, decay):
     return losses, dict(model.named_parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [{}, {"sft__token_budget": 13}, {"sft__micro_batch_size": 1}])
 def test_the_steps_are_those_of_a_plain_loop_in_float64(task, tmp_path, cut):
     """With the same rows, their end token imitated, packed or not."""
@@ -133,6 +134,7 @@ def test_a_conversation_is_imitated_in_the_assistants_turns_alone(task, tmp_path
     assert float(metric.total) == pytest.approx(total / count, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_learns_exports_its_model_and_reports(task, tmp_path, capsys):
     own = {"sft__epochs": 30, "sft__optimizer__lr": 1e-2, "eval__every": 50}
     assert actions.sft(settings_of(task, tmp_path, checkpoint__every=0, **own)) == 0
@@ -156,17 +158,22 @@ def test_a_run_learns_exports_its_model_and_reports(task, tmp_path, capsys):
     assert "loss 0." in capsys.readouterr().out
 
 
-def test_a_longer_run_says_that_its_learning_rate_rises(task, tmp_path, capsys):
-    """Also where passes over the data say how many steps there are."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("ratio", "rate"), [pytest.param(0.0, 0.0015, marks=pytest.mark.slow), (0.5, 0.002)])
+def test_a_longer_run_says_that_its_learning_rate_rises(task, tmp_path, capsys, ratio, rate):
+    """Also where passes over the data say how many steps there are, and the warm-up is a part of these."""
     how = {"sft__optimizer__schedule": "linear", "sft__batch_size": 10, "eval__every": 0}
+    how |= {"sft__optimizer__warmup_ratio": ratio}
     assert actions.sft(settings_of(task, tmp_path, sft__epochs=1, **how)) == 0
     capsys.readouterr()
     assert actions.sft(settings_of(task, tmp_path, sft__epochs=2, **how)) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "learning rate" in line]
-    text = "actor/lr is 0.0015, and was to be 0: linear from 0.003 to 0 at step 4, before linear from 0.003 to 0 at"
+    text = f"actor/lr is {rate}, and was to be 0: linear from 0.003 to 0 at step 4, before linear from 0.003 to 0 at"
     assert said == [f"going on from step 2 with another learning rate: {text} step 2"]
+    assert [x for x in _lines(tmp_path) if "supervised/lr" in x][-2]["supervised/lr"] == pytest.approx(rate)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_for_bit(task, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     schedule = {"sft__optimizer__schedule": "constant"}
@@ -186,6 +193,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(task, tmp_path):
     assert exported[0].read_bytes() == exported[1].read_bytes()
 
 
+@pytest.mark.slow
 def test_other_data_and_other_commands_do_not_go_on(task, tmp_path):
     assert actions.sft(settings_of(task, tmp_path, steps=1)) == 0
     with pytest.raises(ValueError, match="data: the prompts as tokens differ"):
@@ -217,6 +225,7 @@ def test_all_that_is_wrong_is_said_before_any_work(task, tmp_path, capsys, chang
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_file_for_reinforcement_learning_serves_too(task, tmp_path):
     """What fppo sft does not read may be there, and may be missing."""
     values = files.to_dict(tiny_run.settings(task, output_dir=str(tmp_path / "run"), steps=1, checkpoint__every=0))

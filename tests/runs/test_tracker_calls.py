@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import secrets
 import sys
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -88,7 +90,7 @@ def opened_with(name: str, run: Tracked, previous: bool) -> dict[str, Any]:
 def test_a_service_gets_the_run_its_numbers_and_its_samples(tmp_path, monkeypatch, name):
     calls: list[Any] = []
     package(name, monkeypatch, **of_package(name, calls))
-    monkeypatch.setattr(trackers.secrets, "token_hex", lambda count: "abc123"[: 2 * count])
+    monkeypatch.setattr(secrets, "token_hex", lambda count: "abc123"[: 2 * count])
     run = a_run(tmp_path)
     for previous in (False, True):
         calls.clear()
@@ -160,7 +162,7 @@ def store(monkeypatch):
     package("mlflow", monkeypatch, MlflowClient=made.client)
     package("mlflow.entities", monkeypatch, Metric=lambda *given: given, Param=lambda *given: given)
     package("mlflow.exceptions", monkeypatch, MlflowException=MlflowError)
-    monkeypatch.setattr(trackers.time, "time", lambda: 12.5)
+    monkeypatch.setattr(time, "time", lambda: 12.5)
     return made
 
 

@@ -15,14 +15,7 @@ from fppo.runs import jsonl
 from fppo.runs.writer import Checkpoints, Digests
 from fppo.runtime.checkpoint import Pending
 from fppo.steps.train_state import TrainState
-from tests import tiny_run
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("task")
-    tiny_run.write_task(directory)
-    return directory
+from tests import tiny, tiny_run
 
 
 def _run(task, directory, **changes):
@@ -31,6 +24,7 @@ def _run(task, directory, **changes):
     return {line["step"]: line for line in jsonl.read(directory / "digests.jsonl")}
 
 
+@pytest.mark.slow
 def test_steps_without_digests_are_computed_again_and_not_compared(task, tmp_path, capsys):
     every = _run(task, tmp_path / "every")
     few = _run(task, tmp_path / "few", digest__every=0)
@@ -58,21 +52,19 @@ def test_steps_without_digests_are_computed_again_and_not_compared(task, tmp_pat
         (3, {"supervised/skipped": 1.0}, True),
     ],
 )
-def test_the_last_step_and_one_that_was_skipped_have_digests(tmp_path, monkeypatch, step, numbers, written):
-    dumped = []
-    monkeypatch.setattr("fppo.pipeline.replay.dump", lambda record, line, to: dumped.append(record.run.step))
+def test_the_last_step_and_one_that_was_skipped_have_digests(tmp_path, step, numbers, written):
     run = RunState(actor=TrainState(params={}, opt=None, step=0), key=Key(0), step=step)
     lines = jsonl.JsonLines(tmp_path / "digests.jsonl")
     writer = Digests(
         directory=tmp_path,
         lines=lines,
         every=2,
-        kept=lambda step: False,
+        is_saved=lambda step: False,
         line=lambda record: {"step": record.run.step},
     )
-    writer(StepRecord(run=run, experience=object(), metrics=numbers))
+    writer(StepRecord(run=run, experience=tiny.experience(0, 2), metrics=numbers))
     assert bool(jsonl.read(tmp_path / "digests.jsonl")) == written
-    assert dumped == ([step] if numbers else [])
+    assert (tmp_path / "dumps" / f"step_{step:08d}.safetensors").exists() == bool(numbers)
     for _ in range(2):  # the run ends here, and its checkpoint has the digests of its step
         writer.end()
         assert json.loads((tmp_path / "digests.jsonl").read_text()) == {"step": step}
@@ -90,7 +82,7 @@ def test_the_state_a_run_ends_with_is_written_once(last, begun):
         written.set_result(Path())
         return Pending(written)
 
-    writer = Checkpoints(kept=lambda step: step % 2 == 0, begin=begin, ranks=1)
+    writer = Checkpoints(is_saved=lambda step: step % 2 == 0, begin=begin, ranks=1)
     runs = [RunState(actor=TrainState(params={}, opt=None, step=0), key=Key(0), step=step) for step in range(last + 1)]
     for run in runs[1:]:
         writer(StepRecord(run=run, experience=object(), metrics={}))

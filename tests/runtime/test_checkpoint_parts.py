@@ -86,6 +86,7 @@ def emptied(value):
     return tree.map(torch.zeros_like, value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", PARTS, ids=str)
 @pytest.mark.parametrize("plain", [False, True])
 def test_each_part_is_read_by_any_mesh_and_the_rest_by_itself(axes, plain, tmp_path):

@@ -38,7 +38,7 @@ def test_a_file_has_its_old_contents_until_it_has_the_new_ones(tmp_path, monkeyp
         seen.append((file.read_bytes(), draft.read_bytes(), draft.parent == file.parent))
         replace(draft, target)
 
-    monkeypatch.setattr(exports.os, "replace", watched)
+    monkeypatch.setattr(os, "replace", watched)
     write_whole(file, b"new")
     assert seen == [(b"old", b"new", True)]
     assert everything(tmp_path) == {"a.txt": b"new"}
@@ -46,7 +46,7 @@ def test_a_file_has_its_old_contents_until_it_has_the_new_ones(tmp_path, monkeyp
     def full(draft, target):
         raise OSError("no space left")
 
-    monkeypatch.setattr(exports.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="no space"):
         write_whole(file, b"newer")
     assert file.read_bytes() == b"new"
@@ -177,13 +177,13 @@ def test_a_directory_of_others_is_refused_before_anything_is_made(tmp_path):
 
 
 def test_what_has_a_name_is_on_disk_before_it_and_the_name_after(tmp_path, monkeypatch):
-    target, flushed, own = tmp_path / "m", [], exports.sync
+    target, flushed, own = tmp_path / "m", [], os.fsync
 
-    def watched(path):
-        flushed.append((os.path.basename(path), target.exists()))
-        own(path)
+    def watched(file):
+        flushed.append((os.path.basename(os.readlink(f"/proc/self/fd/{file}")), target.exists()))
+        own(file)
 
-    monkeypatch.setattr(exports, "sync", watched)
+    monkeypatch.setattr(os, "fsync", watched)
     export(target, a_txt="1", sub__b_txt="2")
     assert sorted(flushed[:-1]) == [("a.txt", False), ("b.txt", False), (CONTENTS, False)]
     assert flushed[-1] == (tmp_path.name, True)
@@ -194,5 +194,5 @@ def test_what_has_a_name_is_on_disk_before_it_and_the_name_after(tmp_path, monke
     names = [f".{CONTENTS}.new", "m", "c.txt", "d.txt", "m"]
     assert flushed == [(name, True) for name in names]
     opened = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-    own(target)
+    exports.sync(target)
     assert opened == (len(os.listdir("/proc/self/fd")) if opened else 0)

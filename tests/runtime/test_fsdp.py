@@ -1,6 +1,5 @@
 """Shards and their collectives: what lies where, how much of it, and in which dtype it travels."""
 
-import math
 from functools import partial
 
 import attrs
@@ -13,8 +12,9 @@ from transformers import LlamaConfig
 from fppo import models, tree
 from fppo.runtime import fsdp
 from fppo.runtime.layout import Cut
-from fppo.runtime.mesh import Mesh, Sharding
+from fppo.runtime.mesh import DENSE, Mesh, Sharding
 from fppo.runtime.simulate import simulate
+from fppo.runtime.watch import watched
 from fppo.steps.optimizers import adamw
 from fppo.steps.train_state import init_state
 
@@ -62,6 +62,7 @@ def test_gather_undoes_shard_and_its_gradient_is_the_shard_of_the_sum(shapes, ra
         assert sum(len(shards[name]) for _, shards, _, _ in found) == len(x)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     leaves=st.lists(st.tuples(st.integers(1, 13), st.booleans()), min_size=1, max_size=4),
@@ -95,89 +96,58 @@ def test_experts_are_shared_by_the_shard_axis_and_all_else_by_both_axes_as_one(l
             torch.testing.assert_close(grad, torch.full_like(grad, sum(with_rows)))
 
 
-def test_dense_parameters_go_in_one_collective_over_both_axes(monkeypatch):
-    sent = []
-
-    def told(name):
-        real = getattr(fsdp, name)
-
-        def call(output, given, *, group, **keywords):
-            sent.append((name, group.size(), output.numel(), given.numel()))
-            return real(output, given, group=group, **keywords)
-
-        monkeypatch.setattr(fsdp, name, call)
-
-    told("_gather_single")
-    told("_reduce_scatter_single")
+def test_dense_parameters_go_in_one_collective_over_both_axes():
     params, cuts = whole_params([(12, 2), (4,), (6, 2)]), {"2": Cut(0, 2, (12,), "expert")}
     sizes = {name: x.shape for name, x in params.items()}
 
-    def run(axes):
-        def on_rank(mesh):
-            mesh = sharded(mesh)
-            shards = {name: x.requires_grad_() for name, x in fsdp.shard(params, mesh, cuts).items()}
-            whole = fsdp.gather(shards, sizes, mesh, cuts=cuts)
-            torch.autograd.grad(torch.cat([x.flatten() for x in whole.values()]).sum(), list(shards.values()))
-            return math.prod(axes.values())
+    def on_rank(mesh):
+        mesh, watch = watched(sharded(mesh))
+        shards = {name: x.requires_grad_() for name, x in fsdp.shard(params, mesh, cuts).items()}
+        whole = fsdp.gather(shards, sizes, mesh, cuts=cuts)
+        torch.autograd.grad(torch.cat([x.flatten() for x in whole.values()]).sum(), list(shards.values()))
+        return {name: (each.calls, each.bytes) for name, each in watch.traffic().items() if each.calls}
 
-        sent.clear()
-        ranks = simulate(axes, on_rank)[0]
-        assert all(sent.count(each) == ranks for each in sent)
-        return set(sent)
-
-    dense = {("_gather_single", 4, 28, 7), ("_reduce_scatter_single", 4, 7, 28)}
-    assert run({"expert": 4}) == dense  # each rank has its experts whole, and sends nothing of them
-    assert run({"shard": 2, "expert": 2}) == dense | {
-        ("_gather_single", 2, 12, 6),
-        ("_reduce_scatter_single", 2, 6, 12),
-    }
+    dense = {DENSE: (2, 2 * 28 * 8 * 3 // 4)}  # once gathered, and once reduced
+    # each rank has its experts whole, and sends nothing of them
+    assert simulate({"expert": 4}, on_rank) == [dense] * 4
+    assert simulate({"shard": 2, "expert": 2}, on_rank) == [dense | {"shard": (2, 2 * 12 * 8 // 2)}] * 4
 
 
-def test_frozen_parameters_take_no_gradient_and_no_wire(monkeypatch):
+def test_frozen_parameters_take_no_gradient_and_no_wire():
     params = whole_params([(8, 4), (8, 2), (8,)])
     sizes = {name: x.shape for name, x in params.items()}
-    sent = []
-    original = fsdp._reduce_scatter_single
-    monkeypatch.setattr(
-        fsdp, "_reduce_scatter_single", lambda o, i, **kw: (sent.append(i.numel()), original(o, i, **kw))[1]
-    )
 
     def run(mesh):
-        mesh = sharded(mesh)
+        mesh, watch = watched(sharded(mesh))
         shards = fsdp.shard(params, mesh)
         shards["1"].requires_grad_()
         whole = fsdp.gather(shards, sizes, mesh)
         assert not whole["0"].requires_grad or not shards["0"].requires_grad
         loss = torch.stack([x.square().sum() for x in whole.values()]).sum()
-        return torch.autograd.grad(loss, [shards["1"]])[0]
+        return torch.autograd.grad(loss, [shards["1"]])[0], watch.traffic()["shard"].bytes
 
-    parts = simulate({"shard": 2}, run)
+    parts, sent = zip(*simulate({"shard": 2}, run), strict=True)
     torch.testing.assert_close(torch.cat(parts), 2 * 2 * params["1"])
-    assert sent == [16, 16]
+    assert sent == ((56 + 16) * 8 // 2,) * 2
 
 
 @pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
-def test_gathers_send_the_compute_dtype_and_gradients_are_added_in_the_reduce_dtype(reduce, monkeypatch):
+def test_gathers_send_the_compute_dtype_and_gradients_are_added_in_the_reduce_dtype(reduce):
     params = whole_params([(5, 3), (4,)], dtype=torch.float32)
     sizes = {name: x.shape for name, x in params.items()}
-    wire = []
-    gather, scatter = fsdp._gather_single, fsdp._reduce_scatter_single
-    monkeypatch.setattr(fsdp, "_gather_single", lambda o, i, **kw: (wire.append(i.dtype), gather(o, i, **kw))[1])
-    monkeypatch.setattr(
-        fsdp, "_reduce_scatter_single", lambda o, i, **kw: (wire.append(i.dtype), scatter(o, i, **kw))[1]
-    )
 
     def run(mesh):
-        mesh = sharded(mesh, reduce_dtype=reduce)
+        mesh, watch = watched(sharded(mesh, reduce_dtype=reduce))
         shards = {name: x.requires_grad_() for name, x in fsdp.shard(params, mesh).items()}
         whole = fsdp.gather(shards, sizes, mesh, dtypes=dict.fromkeys(sizes, torch.bfloat16))
         assert all(torch.equal(x, params[name].bfloat16()) for name, x in whole.items())
         # 1 + 1/256 is no bfloat16: only a sum in float32 holds it
         weight = 1.0 if mesh["shard"].rank else 1 / 256
-        return torch.autograd.grad((whole["0"] * weight).sum() + whole["1"].sum() * 0, list(shards.values()))
+        grads = torch.autograd.grad((whole["0"] * weight).sum() + whole["1"].sum() * 0, list(shards.values()))
+        return grads, watch.traffic()["shard"].bytes
 
-    grads = simulate({"shard": 2}, run)
-    assert wire == [torch.bfloat16] * 2 + [reduce] * 2
+    grads, sent = zip(*simulate({"shard": 2}, run), strict=True)
+    assert sent == ((6 * 3 + 4) * (2 + reduce.itemsize) // 2,) * 2
     assert all(g.dtype == torch.float32 for rank in grads for g in rank)
     expected = 1 + 1 / 256 if reduce == torch.float32 else 1.0
     assert torch.equal(torch.cat([rank[0] for rank in grads]), torch.full((5, 3), expected))

@@ -66,6 +66,7 @@ def test_every_cut_is_found(file):
             read_header(file)
 
 
+@pytest.mark.slow
 def test_no_damage_of_the_header_is_an_error_of_another_kind(file):
     whole = file.read_bytes()
     begin = min(tensor.start for tensor in read_header(file).tensors.values())

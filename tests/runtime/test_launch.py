@@ -1,20 +1,26 @@
 """The groups of a mesh, by a stand-in for torch.distributed: their ranks, their limits, and NCCL's device."""
 
 import contextlib
+import os
+import signal
+import subprocess
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
 import attrs
 import pytest
 import torch
+from torch.distributed import PrefixStore, TCPStore
 
 from fppo.runtime import launch
 from fppo.runtime import mesh as meshes
-from fppo.runtime.failure import Limits
+from fppo.runtime.failure import MONITOR, Limits
 from fppo.runtime.launch import Place, joined
 from fppo.runtime.layout import Cut
 from fppo.runtime.mesh import Axis, Mesh, Sharding
 from fppo.runtime.parent import in_words
+from fppo.runtime.stores import loopback_only, own_keys
 
 
 @pytest.fixture
@@ -33,6 +39,7 @@ def asked(monkeypatch):
         barrier=lambda: None,
         destroy_process_group=lambda: None,
         ProcessGroup=None,
+        get_default_backend_for_device=torch.distributed.get_default_backend_for_device,
     )
     monkeypatch.setattr(launch, "dist", distributed)
     monkeypatch.setattr(meshes, "dist", distributed)
@@ -130,55 +137,6 @@ def test_a_mesh_says_where_rows_are_without_a_group_of_its_own():
         meshes.with_dense(dict(reversed(axes.items())), torch.arange(6).view(3, 2), 0)
 
 
-@pytest.mark.parametrize(
-    ("ends", "status", "starts"),
-    [
-        ([(0, False)], 0, 1),
-        ([(launch.STOPPED, False)], launch.STOPPED, 1),
-        ([(1, False), (9, False), (0, False)], 0, 3),
-        ([(1, False), (9, False), (3, False)], 3, 3),
-        ([(1, False), (9, True)], 9, 2),  # a stop was requested
-        ([(1, False), (launch.STOPPED, True)], launch.STOPPED, 2),
-    ],
-)
-def test_ranks_that_fail_are_restarted_unless_a_stop_was_requested(ends, status, starts, monkeypatch, capsys):
-    attempts = []
-
-    def attempt(arguments, ranks, number):
-        attempts.append(number)
-        return ends[number]
-
-    monkeypatch.setattr(launch, "_attempt", attempt)
-    assert launch.start(["train"], 4, max_restarts=2) == status
-    assert attempts == list(range(starts))
-    said = [f"fppo: starting all 4 ranks again ({number} of 2 times)" for number in range(1, starts)]
-    assert capsys.readouterr().err.splitlines() == said
-
-
-@pytest.mark.parametrize(("threads", "expected"), [(None, "2"), ("5", "5"), ("", "2")])
-def test_a_rank_finds_its_place_in_its_environment(threads, expected, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if threads is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda _: range(9))
-    given = launch._environment(2, 4, 1234, 3)
-    assert given["OMP_NUM_THREADS"] == expected
-    assert (given["MASTER_ADDR"], given["MASTER_PORT"], given["TORCHELASTIC_USE_AGENT_STORE"]) == (
-        *("127.0.0.1", "1234"),
-        "True",
-    )
-    assert given["FPPO_LAUNCHER"] == str(launch.os.getpid())
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
-        monkeypatch.setenv(name, given[name])
-    assert Place.of_environment() == Place(2, 2, 4, 4, started=True, attempt=3)
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
-        monkeypatch.delenv(name)
-    assert Place.of_environment() == Place(2, 2, 4, 4, started=True, attempt=0)
-    monkeypatch.delenv("RANK")
-    assert Place.of_environment() == Place() == Place(0, 0, 1, 1, started=False, attempt=0)
-    assert launch._environment(0, 100, 1, 0)["OMP_NUM_THREADS"] == ("5" if threads == "5" else "1")
-
-
 def test_a_child_sees_those_gpus_of_its_parent_s_that_it_is_to_have():
     assert launch.visible([0, 2], None) == launch.visible([0, 2], " ") == "0,2"
     assert launch.visible([0, 2], "4, 5,GPU-a") == "4,GPU-a"
@@ -199,24 +157,82 @@ def test_an_end_is_put_into_words(status, words):
 
 
 class Child:
-    """A process that ends at a time with a status, or when it is asked to, unless it is stubborn."""
+    """A process that ends at a time with a status, or when it is asked to, unless it is stubborn. Its work is done if
+    it ends well; before, it may be as if a user had asked the launcher to stop."""
 
-    def __init__(self, now, ends, status, stubborn=False):
-        self.now, self.ends, self.status, self.stubborn, self.returncode = now, ends, status, stubborn, None
-        self.asked = []
+    def __init__(self, machine, env, ends, status, *, stubborn=False, stops=False):
+        self.machine, self.env, self.status, self.stubborn, self.stops = machine, env, status, stubborn, stops
+        self.ends, self.returncode, self.asked = machine.now + ends, None, []
 
     def poll(self):
-        if self.returncode is None and self.now[0] >= self.ends:
+        if self.stops:
+            self.stops = False
+            signal.raise_signal(signal.SIGTERM)
+        if self.returncode is None and self.machine.now >= self.ends:
             self.returncode = self.status
+            if self.status == 0:
+                store = TCPStore("127.0.0.1", int(self.env["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+                own = own_keys(store, self.env["FPPO_STORE_TOKEN"], attempt=self.env[launch.RESTARTS])
+                PrefixStore(MONITOR, own).set(f"done/{self.env['RANK']}", "")
         return self.returncode
 
+    def send_signal(self, number):
+        self.asked.append(("signal", number))
+
     def terminate(self):
-        self.asked.append(("terminate", self.now[0]))
+        self.asked.append(("terminate", self.machine.now))
         self.returncode = None if self.stubborn else -15
 
     def kill(self):
-        self.asked.append(("kill", self.now[0]))
+        self.asked.append(("kill", self.machine.now))
         self.returncode = -9
+
+    def wait(self):
+        assert self.returncode is not None
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with a time of its own; `children` end as those of `scripts` say."""
+    made = SimpleNamespace(now=0.0, children=[], scripts=[])
+
+    def started(command, *, env, **how):
+        assert command[1:] == ["-m", "fppo", "train"]
+        script, words = made.scripts[len(made.children)], {}
+        made.children.append(Child(made, env, *script[:2], **(script[2] if script[2:] else words)))
+        return made.children[-1]
+
+    def passes(seconds):
+        made.now += max(seconds, 0.5)
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    monkeypatch.setattr(time, "sleep", passes)
+    monkeypatch.setattr(time, "monotonic", lambda: made.now)
+    return made
+
+
+STOPPING = {"stops": True}
+
+
+@pytest.mark.parametrize(
+    ("ends", "status"),
+    [
+        ([(1, 0)], 0),
+        ([(1, launch.STOPPED)], launch.STOPPED),
+        ([(1, 1), (1, 9), (1, 0)], 0),
+        ([(1, 1), (1, 9), (1, 3)], 3),
+        ([(1, 1), (1, 9, STOPPING)], 9),
+        ([(1, 1), (1, launch.STOPPED, STOPPING)], launch.STOPPED),
+    ],
+)
+def test_ranks_that_fail_are_restarted_unless_a_stop_was_requested(ends, status, machine, capsys):
+    machine.scripts = [script for end in ends for script in (end, end[:2])]
+    assert launch.start(["train"], 2, max_restarts=2) == status
+    assert len(machine.children) == len(machine.scripts)
+    said = [f"fppo: starting all 2 ranks again ({number} of 2 times)" for number in range(1, len(ends))]
+    assert capsys.readouterr().err.splitlines() == said
+    for child in machine.children:
+        assert child.asked == ([("signal", signal.SIGTERM)] if child in machine.children[2:] and ends[-1][2:] else [])
 
 
 @pytest.mark.parametrize(
@@ -231,28 +247,46 @@ class Child:
         ([(4, 0), (2, -9)], 9, "fppo: rank 1 was ended by SIGKILL: out of memory?\n"),
         ([(1, -15), (2, 0)], 15, "fppo: rank 0 was ended by SIGTERM\n"),
         ([(900, 0), (2, 3)], 3, ""),
+        ([(900, 0, {"stubborn": True}), (1, 5)], 5, ""),
     ],
 )
-def test_the_status_of_ranks_is_that_of_the_first_to_fail_and_others_have_a_while(
-    ends, status, said, monkeypatch, capsys
-):
-    now = [0.0]
-    time = SimpleNamespace(sleep=lambda _: now.__setitem__(0, now[0] + 0.5), monotonic=lambda: now[0])
-    monkeypatch.setattr(launch, "time", time)
-    children = [Child(now, *end) for end in ends]
-    assert launch._supervised(children) == status
+def test_the_status_of_ranks_is_that_of_the_first_to_fail_and_others_have_a_while(ends, status, said, machine, capsys):
+    machine.scripts = ends
+    assert launch.start(["train"], len(ends)) == status
     assert capsys.readouterr().err == said
-    asked = [each for child in children for each in child.asked]
-    assert asked == ([("terminate", 2 + launch._GRACE + 0.5)] if ends[0][0] == 900 else [])
+    first, *others = machine.children
+    assert not any(child.asked for child in others)
+    if ends[0][0] != 900:
+        assert not first.asked
+        return
+    late = ends[1][0] + 15 + 0.5
+    assert first.asked[0] == ("terminate", late)
+    if first.stubborn:
+        kinds = [kind for kind, _ in first.asked]
+        assert kinds == ["terminate"] * (len(kinds) - 1) + ["kill"]
+        assert first.asked[-1] == ("kill", late + 5)
 
 
-def test_a_rank_that_does_not_end_when_it_is_asked_is_killed(monkeypatch):
-    now = [0.0]
-    time = SimpleNamespace(sleep=lambda _: now.__setitem__(0, now[0] + 1.0), monotonic=lambda: now[0])
-    monkeypatch.setattr(launch, "time", time)
-    children = [Child(now, 900, 0, stubborn=True), Child(now, 1, 5)]
-    assert launch._supervised(children) == 5
-    kinds = [kind for kind, _ in children[0].asked]
-    assert kinds == ["terminate"] * (len(kinds) - 1) + ["kill"]
-    assert children[0].asked[-1][1] == 1 + launch._GRACE + launch._KILL + 1
-    assert children[1].asked == []
+@pytest.mark.parametrize(("threads", "expected"), [(None, "2"), ("5", "5"), ("", "2")])
+def test_a_rank_finds_its_place_in_its_environment(threads, expected, machine, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(9))
+    machine.scripts = [(1, 1)] * 4 + [(1, 0)] * 4
+    launch.start(["train"], 4, max_restarts=1)
+    given = machine.children[6].env
+    names = ("OMP_NUM_THREADS", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "FPPO_LAUNCHER")
+    assert [given[name] for name in names] == [expected, "127.0.0.1", "True", str(os.getpid())]
+    assert loopback_only().items() <= given.items()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.setenv(name, given[name])
+    assert Place.of_environment() == Place(2, 2, 4, 4, started=True, attempt=1)
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name)
+    assert Place.of_environment() == Place(2, 2, 4, 4, started=True, attempt=0)
+    monkeypatch.delenv("RANK")
+    assert Place.of_environment() == Place() == Place(0, 0, 1, 1, started=False, attempt=0)
+    machine.children, machine.scripts = [], [(1, 0)] * 10
+    launch.start(["train"], 10)
+    assert machine.children[0].env["OMP_NUM_THREADS"] == ("5" if threads == "5" else "1")

@@ -100,6 +100,7 @@ def test_two_processes_that_share_a_batch_do_the_update_of_one(ranks, kind):
             assert found_numbers == pytest.approx(numbers, abs=1e-10, rel=1e-10, nan_ok=True), name
 
 
+@pytest.mark.slow
 def test_both_processes_hold_the_same_bits(ranks):
     first, second = (rank["updates"] for rank in ranks)
     for kind, name in ((kind, name) for kind, updates in first.items() for name in updates):
@@ -252,18 +253,6 @@ def test_a_mesh_tells_which_axes_cut_what():
         assert (place_on(mesh, meshes.AXES), meshes.ranks_on(mesh, meshes.AXES)) == (1, 2)
         assert not meshes.is_first(mesh)
     assert meshes.is_first(Mesh({"replicate": Axis(2, 0)}))
-
-
-def test_a_device_that_is_not_there_is_named_by_its_setting(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert meshes.named_device("cpu", "a.b") == CPU
-    with pytest.raises(ValueError, match=r"^a\.b: torch sees no GPU here; give cpu"):
-        meshes.named_device("cuda", "a.b")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert [meshes.named_device(name, "a.b").index for name in ("cuda", "cuda:1")] == [None, 1]
-    with pytest.raises(ValueError, match=r"^a\.b: there are 2 GPUs here, cuda:0 the first"):
-        meshes.named_device("cuda:2", "a.b")
 
 
 @pytest.mark.parametrize("names", [None, ("shard",)])

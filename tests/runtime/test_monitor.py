@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.distributed import DistError
 
-from fppo.runtime import clock, failure
 from fppo.runtime._standing import Standing
 from fppo.runtime.failure import FAILED, Limits, Monitor, PeerError
 from fppo.runtime.watch import WaitingCollective, Watch
 
 LIMITS = Limits(period=1.0, timeout=8.0, silence=5.0)
 WORLD = 3
+GRACE = 2.0  # seconds in which a rank may end by itself
 
 
 class Ended(BaseException):
@@ -50,43 +54,78 @@ class Kept:
         return self._there().setdefault(key, desired.encode())
 
 
-class Beats:
-    """In place of the event for which a monitor waits between two beats: time passes, and `then(seconds)` happens."""
+class Script:
+    """What happens to a monitor: its beats, in a time of their own, in place of its thread; `then(seconds)` happens at
+    each of them, and `meanwhile` as it sleeps."""
 
-    def __init__(self, most, then, now):
-        self.left, self.then, self.now, self.long = most, then, now, []
+    def __init__(self):
+        self.now, self.at, self.left, self.waits, self.ended = 0.0, 0.0, 0, [], False
+        self.then = self.meanwhile = lambda: None
 
     def wait(self, seconds):
-        self.now[0] += seconds
-        self.long.append(seconds)
-        self.then(self.now[0])
+        self.now = self.at = self.now + seconds
+        self.waits.append(seconds)
+        self.then(self.now)
         self.left -= 1
         return self.left < 0
 
+    def set(self):
+        self.ended = True
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.meanwhile()
+
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs a monitor for some beats; gives the status with which it ends the process, if it does, and what it says."""
-    now, slept = [0.0], []
-    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append))
-    monkeypatch.setattr(failure, "time", SimpleNamespace(sleep=slept.append))
+def script(monkeypatch):
+    made = Script()
 
     def ended(status):
         raise Ended(status)
 
-    monkeypatch.setattr(failure.os, "_exit", ended)
+    def beats(target, **_):
+        return SimpleNamespace(start=target, join=lambda _: None)
+
+    monkeypatch.setattr(time, "monotonic", lambda: made.now)
+    monkeypatch.setattr(time, "sleep", made.sleep)
+    monkeypatch.setattr(threading, "Event", lambda: made)
+    monkeypatch.setattr(threading, "Thread", beats)
+    monkeypatch.setattr(os, "_exit", ended)
+    return made
+
+
+@pytest.fixture
+def run(script, capsys):
+    """Runs a monitor for some beats; gives the status with which it ends the process, if it does, and what it says."""
 
     def beats(monitor, most=30, then=lambda now: None):
-        now[0] = 0.0
-        monitor._ended = Beats(most, then, now)
+        script.now, script.left, script.then = 0.0, most, then
         try:
-            monitor._run()
+            monitor.__enter__()
             status = None
         except Ended as error:
             (status,) = error.args
-        return status, capsys.readouterr().err, now[0]
+        return status, capsys.readouterr().err, script.at
 
     return beats
+
+
+@pytest.fixture
+def left(script):
+    """What a block that ends with an error, or without, raises in its place; None if it raises the same."""
+
+    def ends(monitor, error=None):
+        script.ended = False
+        try:
+            monitor.__exit__(error and type(error), error, None)
+        except BaseException as other:
+            return other
+        finally:
+            assert script.ended
+        return None
+
+    return ends
 
 
 def others(store, frozen=()):
@@ -162,7 +201,6 @@ def test_a_rank_publishes_what_both_of_its_threads_do(run):
     own.count("shard", 3)
     ahead.step = 0
     monitor = Monitor(store, 0, WORLD, own, LIMITS, ahead)
-    monitor._worker = threading.get_ident()
     for thread in (0, -1):  # the one that makes batches ahead, once it has begun
         ahead.thread = thread
         run(monitor, most=4, then=others(store))
@@ -174,7 +212,7 @@ def test_a_rank_publishes_what_both_of_its_threads_do(run):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_without_the_store_all_ranks_end_and_the_last_one_says_why(run, rank):
+def test_without_the_store_all_ranks_end_and_the_last_one_says_why(run, script, rank):
     store = Kept()
     report = others(store)
 
@@ -189,41 +227,41 @@ def test_without_the_store_all_ranks_end_and_the_last_one_says_why(run, rank):
     status, said, _ = run(monitor, then=then)
     text = "fppo: rank 2: the launcher of the ranks cannot be reached any more (connection reset)\n"
     assert (status, said) == (FAILED, text if rank == 2 else "")
-    assert monitor._ended.long[-1] == failure._GRACE
+    assert script.waits[-1] == GRACE
 
 
-@pytest.mark.parametrize("claim", ["another's", "its own", "hello", "[true]", "[3]", "{}"])
-def test_another_ranks_error_ends_a_rank_after_a_while_and_its_own_does_not(run, claim):
+def test_another_ranks_error_ends_a_rank_after_a_while_and_its_own_does_not(run, left):
     store = Kept()
-    monitor = Monitor(store, 0, WORLD, watch(), LIMITS)
-    if claim == "its own":
-        assert monitor._claim("mine", alone=False)
-    else:
-        store.set("error", json.dumps([1, "of rank 1"]) if claim == "another's" else claim)
-    status, said, now = run(monitor, then=others(store))
-    if claim == "its own":
-        assert (status, said) == (None, "")
-        return
-    assert (status, now) == (FAILED, 1.0 + failure._GRACE)
-    text = f"the store of the ranks holds an error that none of them has written, {claim}: another"
-    assert (text in said) == (claim != "another's")
-    assert monitor._told
-    assert not monitor._claim("later", alone=True)
+    first, second = (Monitor(store, rank, WORLD, watch(), LIMITS) for rank in (0, 1))
+    assert left(first, KeyError("mine")) is None
+    assert run(first, then=others(store))[:2] == (None, "")
+    assert run(second) == (FAILED, "", 1.0 + GRACE)
+    later = left(second, ValueError("later"))
+    assert (type(later), later.code) == (SystemExit, FAILED)
 
 
-def left(monitor, error=None):
-    """What a block that ends with an error, or without, raises in its place; None if it raises the same."""
-    monitor._thread = SimpleNamespace(join=lambda _: None)
-    try:
-        monitor.__exit__(error and type(error), error, None)
-    except BaseException as other:
-        return other
-    finally:
-        assert monitor._ended.is_set()
-    return None
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.one_of(
+        st.tuples(st.integers(-1, WORLD), st.text(max_size=9)).map(json.dumps),
+        st.sampled_from(["hello", "[true]", "[3]", "{}", "[]", "null", '["0", "x"]', "[true, 1]", "[1.0]", "[" * 50]),
+    )
+)
+def test_one_rank_tells_of_an_error_that_none_has_written(run, left, capsys, claim):
+    store, said = Kept(), []
+    store.set("error", claim)
+    for rank in range(WORLD):
+        status, text, _ = run(Monitor(store, rank, WORLD, watch(), LIMITS))
+        assert status == FAILED
+        said += text.splitlines()
+    (text,) = said
+    assert "the store of the ranks holds an error that none of them has written" in text
+    ends = [left(Monitor(store, rank, WORLD, watch(), LIMITS), ValueError("mine")) for rank in range(WORLD)]
+    assert [type(end) for end in ends] == [SystemExit] * WORLD
+    assert capsys.readouterr().err.splitlines() == [text]  # also to those that fail by themselves
 
 
-def test_a_rank_that_ends_well_or_is_interrupted_claims_nothing():
+def test_a_rank_that_ends_well_or_is_interrupted_claims_nothing(left):
     store = Kept()
     assert left(Monitor(store, 0, WORLD, watch(), LIMITS), KeyboardInterrupt()) is None
     assert store.values == {}
@@ -231,8 +269,7 @@ def test_a_rank_that_ends_well_or_is_interrupted_claims_nothing():
     assert store.values == {"done/1": b""}
 
 
-@pytest.mark.usefixtures("run")
-def test_the_first_error_has_a_note_of_its_rank_and_later_ones_are_quiet():
+def test_the_first_error_has_a_note_of_its_rank_and_later_ones_are_quiet(left):
     store = Kept()
     first, second = KeyError("mine"), ValueError("later")
     assert left(Monitor(store, 0, WORLD, watch(), LIMITS), first) is None
@@ -246,10 +283,8 @@ def test_the_first_error_has_a_note_of_its_rank_and_later_ones_are_quiet():
     assert left(Monitor(store, 1, WORLD, watch(), LIMITS), third) is None
 
 
-@pytest.mark.usefixtures("run")
-def test_an_error_beside_a_collective_that_waits_is_the_ranks_own(monkeypatch):
+def test_an_error_beside_a_collective_that_waits_is_the_ranks_own(left):
     """The thread that makes batches ahead has one, whose collective has not failed."""
-    monkeypatch.setattr(failure, "sleep", lambda seconds: None)
     store, ahead, error = Kept(), watch(), KeyError("mine")
     ahead.waiting = WaitingCollective("shard", "all_gather", 3, 0.0)
     assert left(Monitor(store, 0, WORLD, watch(), LIMITS, ahead), error) is None
@@ -260,8 +295,7 @@ def test_an_error_beside_a_collective_that_waits_is_the_ranks_own(monkeypatch):
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_collective_that_failed_names_the_ranks_that_no_longer_report(run, monkeypatch, beside, rank, gone):
-    del run
+def test_a_collective_that_failed_names_the_ranks_that_no_longer_report(left, script, beside, rank, gone):
     store, own = Kept(), watch()
     ahead = watch() if beside else None
     broken = ahead or own
@@ -279,7 +313,7 @@ def test_a_collective_that_failed_names_the_ranks_that_no_longer_report(run, mon
             store.values["ahead/0"] = store.values["stand/0"]
 
     beat(1)
-    monkeypatch.setattr(failure, "sleep", lambda seconds: beat(9))
+    script.meanwhile = lambda: store.gone or beat(9)
     store.gone = gone
     error = RuntimeError("of the collective")
     found = left(Monitor(store, rank, WORLD, own, LIMITS, ahead), error)

@@ -1,6 +1,5 @@
 """What is on the host between uses: the same bits as without, in the memory that was promised."""
 
-import contextlib
 import gc
 import math
 import weakref
@@ -127,6 +126,7 @@ def random_state(sizes, dtype, seed=0):
 SIZES = [(70, 100), (3,), (0, 5), (1,), (4096,), (1025,), (40, 60), (7, 3), (30, 40)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw_", "reference_"])
 @pytest.mark.parametrize("late", [False, True])
 def test_adamw_by_buckets_keeps_the_laws_of_adamw(name, late):
@@ -181,6 +181,7 @@ def cases(dtype, **changes):
         yield lambda optimizer, make=make: partial(make(optimizer=optimizer), key=Key(5)), init_state(params, OPTIMIZER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("checkpoint_layers", "late", "donate"), [(False, True, True), (True, True, False), ("selective", False, False)]
@@ -209,6 +210,7 @@ def test_an_update_of_a_state_on_the_host_has_the_bits_of_a_plain_one(dtype, che
 OTHERS = [optimizers.sgd(rate, momentum=0.9), optimizers.lion(rate), muon(rate)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [OPTIMIZER, *OTHERS])
 @pytest.mark.parametrize(("late", "donate"), [(True, True), (False, False)])
 def test_any_optimizers_state_can_be_on_the_host(optimizer, late, donate):
@@ -306,6 +308,7 @@ def gradients(model, params, batch, mesh=None, loss_fn=None):
     return wrap(value_and_grad(loss))(params, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint_layers", [False, True, "selective"])
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize(("late", "window"), [(False, 0), (True, 0), (True, 4000), (False, 1 << 30)])
@@ -415,6 +418,7 @@ def test_a_graph_may_outlive_the_call_and_be_used_twice():
     assert alive(lane.fetched) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint_layers", [False, True, "selective"])
 def test_saved_tensors_of_sharded_layers_go_to_the_host_too(checkpoint_layers):
     """Those of stage 3 have hooks of their own inside these."""
@@ -471,6 +475,7 @@ def mixture():
     return model, tree.map(lambda x: x.float() if x.is_floating_point() else x, models.init_params(model, Key(0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "settings", "checkpoint_layers"), AXES)
 def test_on_every_axis_what_is_on_the_host_changes_no_bit(axes, settings, checkpoint_layers):
     whole, params = mixture()
@@ -548,6 +553,12 @@ class Stream:
     def __init__(self, device=None):
         self.events = []
 
+    def __enter__(self):
+        """Be the current stream."""
+
+    def __exit__(self, *error):
+        """Be it no longer."""
+
     def wait_stream(self, other):
         self.events += other.events
 
@@ -570,11 +581,11 @@ class Event:
         return self.waited
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [False, True])
 def test_streams_are_waited_for_and_then_hold_nothing(donate, monkeypatch):
     current = Stream()
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current)
     lane = Lane(CPU)
     lane._streams = Stream(), Stream()
     batch = tiny.experience(3, 7)
@@ -600,7 +611,7 @@ def test_what_another_thread_begins_to_copy_is_kept_until_it_is_done():
             return True
 
     lane._under_way[0] = (Event(), (torch.zeros(1),))
-    lane._let_go()
+    lane._release()
     assert list(lane._under_way) == [1]
 
 

@@ -215,6 +215,7 @@ def test_grad_mode_and_context_are_the_callers():
     assert simulate({"shard": 2}, lambda mesh: torch.is_grad_enabled()) == [True, True]
 
 
+@pytest.mark.slow
 def test_an_update_over_shares_of_a_batch_is_that_of_one_process_and_repeats_to_the_bit():
     model, params = tiny.model_and_params("lm")
     batch, optimizer = tiny.experience(5, 7), adamw(schedule("constant", 1e-2), eps=1e-2)

@@ -83,6 +83,7 @@ def everything(mesh: Mesh, size: int) -> dict[str, str]:
     return tree.digest(with_gradients(mesh, size) | without_gradients(mesh, size))
 
 
+@pytest.mark.slow
 @given(axes=st.sampled_from(AXES), size=st.integers(1, 5))
 def test_results_and_gradients_are_those_of_the_groups_themselves(axes, size):
     plain = simulate(axes, lambda mesh: everything(mesh, size))
@@ -274,6 +275,7 @@ def test_real_processes_get_the_same_results(gloo):
     assert gloo[0]["calls"] == gloo[1]["calls"]
 
 
+@pytest.mark.slow
 def test_the_seconds_are_those_that_a_rank_waits(gloo):
     assert gloo[0]["waited"] > 1.0
     assert gloo[1]["waited"] < 1.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
 import urllib.request
 
@@ -54,3 +56,14 @@ def adding(row, base_url, api_key):
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "+1="}]
     second = ask(base_url, api_key, messages, max_tokens=3)
     return {"score": sum(map(str.isdigit, first + second)) / 6, "first": float(len(first))}
+
+
+def talking(row, base_url, api_key):
+    """One answer of whatever length the server allows."""
+    return float(len(ask(base_url, api_key, [{"role": "user", "content": "find"}])))
+
+
+def where(row, base_url, api_key):
+    """The number of this process, and how many threads play in it."""
+    time.sleep(row.get("seconds", 0.2))
+    return {"score": os.getpid(), "most": sum(x.name.startswith("agent") for x in threading.enumerate())}

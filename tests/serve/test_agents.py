@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 
 import attrs
 import pytest
@@ -94,6 +93,7 @@ def test_a_row_is_what_the_policy_said_to_the_agent():
     assert torch.equal(scores, rollout.turn_rewards.sum(1))
 
 
+@pytest.mark.slow
 def test_processes_and_coroutines_play_the_same():
     ask = asked(prompts(2))
     expected = generated(players.counting, ask)
@@ -219,21 +219,19 @@ def test_a_player_gets_every_row_and_may_name_the_episodes_itself():
     with AgentEngine(parrot, player, texts(), pad_token_id=0, bounds=Bounds(row_tokens=512)) as engine:
         assert player.open == 1
         found = [engine.generate({}, asked(own, version=version)) for version in (4, 6)]
-        assert engine._episodes.names() == []  # the stranger's neither
     assert player.open == 0
     assert [name for name, _ in parrot.calls].count("closed") == 2
     uniform = Key(3).fold("seed").uniform(torch.tensor([3, 4]), 1)[:, 0]
     seeds = (uniform * (1 << 62)).long().tolist()
     names = []
     for rows, urls, key, base in player.got:
-        assert key == engine._key
-        assert base == f"{engine._url}/v1"
+        assert (key, base) == player.got[0][2:]
         expected = [
             {"ground_truth": 5 + i, "source": "here", "id": ("own", "two")[i], "mark": "xy"[i], "seed": seeds[i]}
             for i in range(2)
         ]
         assert rows == [row for row in expected for _ in range(2)]
-        names += [url.removeprefix(f"{engine._url}/e/").removesuffix("/v1") for url in urls]
+        names += [url.removeprefix(f"{base.removesuffix('/v1')}/e/").removesuffix("/v1") for url in urls]
     assert names == [f"{number}-{row}" for number in range(2) for row in (6, 7, 8, 9)]
     for version, rollout in zip((4, 6), found, strict=True):
         width = rollout.response_mask.shape[1]
@@ -249,21 +247,24 @@ def test_a_player_gets_every_row_and_may_name_the_episodes_itself():
     assert {request.sampling.max_tokens for request in parrot.requests} == {3, 4, 5, 6, 7}
 
 
-def test_an_agent_runs_as_it_was_told():
-    limits = {"time_limit": 2.5, "workers": 3, "concurrency": 5, "start_limit": 6.5}
-    runner = AgentRunner(players.counting, **limits)
-    assert (runner._time_limit, runner._workers, runner._concurrency, runner._retries) == (2.5, 3, 5, 0)
-    assert (runner._pool._count, runner._pool._start_limit, runner._pool._names) == (3, 6.5, "agent counting")
-    assert (runner._calls.asynchronous, runner._calls.inline, runner._calls.fn._concurrency) == (True, False, 5)
-    again = pickle.loads(pickle.dumps(runner._calls.fn))
-    assert (again._play, again._concurrency, again.__name__) == (players.counting, 5, "counting")
-    assert again._threads._max_workers == 5
+@pytest.mark.slow
+def test_an_agent_plays_in_so_many_processes_and_threads_and_so_long():
+    limits = {"time_limit": 3.0, "workers": 2, "concurrency": 3}
+    with AgentRunner(players.where, **limits) as runner:
+        *played, late = runner.play([{}] * 5 + [{"seconds": 6}], [""] * 6, "", "")
+        for _ in range(50):  # until the second process is ready, too
+            if len({x.score for x in played}) == 2:
+                break
+            played += runner.play([{}] * 5, [""] * 5, "", "")
+    assert late.failed
+    assert len({x.score for x in played}) == 2
+    assert max(x.numbers["most"] for x in played) == 3
 
 
 @pytest.mark.parametrize(("answer_tokens", "expected"), [(32, 32), (1024, 100)])
 def test_an_answer_has_at_most_its_own_bound_and_the_responses(answer_tokens, expected):
-    engine = AgentEngine(None, None, texts(), pad_token_id=0, bounds=Bounds(answer_tokens=answer_tokens))  # pyright: ignore
-    sources = engine._sources(asked(prompts(1)))
-    assert (sources.bounds.answer_tokens, sources.bounds.response_tokens) == (expected, 100)
-    assert (sources.sampling.n, sources.sampling.max_tokens, sources.key) == (1, 100, Key(3))
-    assert (sources.keeps_sampling, sources.anew, sources.model) == (True, False, "policy")
+    parrot, runner = Parrot(by_key(SIZE - 2)), AgentRunner(players.talking, inline=True)
+    with AgentEngine(parrot, runner, texts(), pad_token_id=0, bounds=Bounds(answer_tokens=answer_tokens)) as engine:
+        engine.generate({}, asked(prompts(1), n=1))
+    (request,) = parrot.requests
+    assert (request.sampling.n, request.sampling.max_tokens, request.key) == (1, expected, Key(3))

@@ -6,7 +6,6 @@ import asyncio
 import copy
 import json
 
-import attrs
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -120,52 +119,6 @@ def test_a_row_goes_on_behind_the_ids_of_a_stop_text():
         (row,) = world.episodes.rows("1")
     assert len(row.turns) == 2
     assert "say<|im_end|>\n<|im_start|>user\nagain" in tokenizer().decode(row.ids)
-
-
-def test_a_request_says_how_it_is_drawn():
-    with parrot_world("lamp") as world:
-        world.post(CHAT, chat("find", temperature=0.5, top_p=0.9, top_k=7, max_tokens=5, stop_token_ids=[77]))
-        world.post(CHAT, chat("find", temperature=0, max_completion_tokens=6))
-        world.post(CHAT, chat("find", top_k=-1))
-    one, greedy, all_tokens = (request.sampling for request in world.engine.requests)
-    assert (one.temperature, one.top_p, one.top_k, one.max_tokens, one.greedy) == (0.5, 0.9, 7, 5, False)
-    assert 77 in one.stop_token_ids
-    assert (greedy.greedy, greedy.temperature, greedy.max_tokens) == (True, 1.0, 6)
-    assert all_tokens.top_k is None
-
-
-def test_a_temperature_draws_also_where_the_server_is_greedy():
-    greedy = attrs.evolve(sampling(), greedy=True)
-    with parrot_world("lamp", sampling=greedy) as world:
-        for more in ({}, {"temperature": 0.5}, {"temperature": 0}):
-            world.post(CHAT, chat("find", max_tokens=5, **more))
-    found = [(request.sampling.greedy, request.sampling.temperature) for request in world.engine.requests]
-    assert found == [(True, greedy.temperature), (False, 0.5), (True, greedy.temperature)]
-
-
-def test_the_end_of_a_turn_ends_answers_of_chats_alone():
-    with parrot_world("lamp", sampling=attrs.evolve(sampling(), stop_token_ids=())) as world:
-        world.post(CHAT, chat("find", max_tokens=5))
-        world.post("/v1/completions", {"prompt": "find", "max_tokens": 5})
-        ends = set(world.sources.texts.ends)
-    turn, text = (set(request.sampling.stop_token_ids) for request in world.engine.requests)
-    assert ends
-    assert ends <= turn
-    assert not ends & text
-
-
-def test_a_server_may_keep_its_own_way_to_draw():
-    with parrot_world("lamp", keeps_sampling=True) as world:
-        world.post(CHAT, chat("find", temperature=0, top_p=0.5, max_tokens=5))
-    (request,) = world.engine.requests
-    assert (request.sampling.greedy, request.sampling.top_p, request.sampling.max_tokens) == (False, 1.0, 5)
-
-
-def test_an_answer_has_as_much_room_as_its_row():
-    with parrot_world() as world:
-        answer = world.post(CHAT, chat("find", max_tokens=10_000)).json()
-    assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"]["total_tokens"] == 512
 
 
 letters = st.text("abé漢😀 \n<|im_", max_size=12)

@@ -9,17 +9,10 @@ import pytest
 from fastapi import APIRouter, HTTPException
 from fastapi.responses import JSONResponse, Response
 
-from fppo.serve import app as module
-from fppo.serve.app import Body, EventStream, Guard, app_of, read_body, unless_gone
-from fppo.serve.protocol import ApiError
+from fppo.serve.app import Body, EventStream, app_of, by_path, read_body, unless_gone
+from fppo.serve.refusal import Refusal
 from fppo.serve.service import Bounds
-
-RIGHT = (b"authorization", b"Bearer key")
-
-
-def scope_of(path="/x", *, kind="http", headers=(RIGHT,), method="GET"):
-    scope = {"type": kind, "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
-    return scope | {"headers": [*headers], "http_version": "1.1", "scheme": "http", "root_path": ""}
+from tests.serve.world import KEY, RIGHT, scope_of
 
 
 def message(body=b"", *, more=False):
@@ -80,37 +73,30 @@ def test_a_body_is_bounded_by_what_it_is_and_by_what_it_says(length):
         return asyncio.run(read_body(scope_of(headers=headers), wire.receive, most))
 
     if length == b"99":
-        with pytest.raises(ValueError, match="a body of 99 bytes; at most 50"):
+        with pytest.raises(Refusal, match="a body of 99 bytes; at most 50"):
             read(50)
         assert len(wire.left) == 2  # none of it was read
         return
     assert read(4) == b"abcd"
-    with pytest.raises(ValueError, match=r"a body of (over 3|4) bytes"):
+    with pytest.raises(Refusal, match=r"a body of (over 3|4) bytes"):
         read(3)
 
 
-class Inner:
-    """An application that notes its calls, and the body that it gets."""
-
-    def __init__(self):
-        self.calls = []
-
-    async def __call__(self, scope, receive, send):
-        self.calls.append(
-            (scope["type"], scope["path"], (await receive())["body"] if scope["type"] == "http" else None)
-        )
-        await Response(b"fine")(scope, receive, send)
-
-
 def test_the_guard_lets_whole_bodies_with_the_key_through():
-    inner = Inner()
-    guard = Guard(inner, key="key", bounds=Bounds(body_bytes=5, body_seconds=0.05))
+    router, bodies = APIRouter(), []
+
+    async def plain(request):
+        bodies.append(await request.body())
+        return Response(b"fine")
+
+    router.add_route("/x", plain)
+    guard = app_of([router], key=KEY, bounds=Bounds(body_bytes=5, body_seconds=0.05))
     assert called(guard, Wire(message(b"ab", more=True), message(b"c"))).status == 200
-    assert inner.calls == [("http", "/x", b"abc")]
     for headers in ((), ((b"authorization", b"Bearer kex"),), (RIGHT, RIGHT), ((b"authorization", b"key"),)):
         wire = called(guard, Wire(message(b"abc")), scope_of(headers=headers))
         assert (wire.status, wire.error["type"], wire.error["code"]) == (401, "authentication_error", "invalid_api_key")
         assert (b"connection", b"close") in wire.sent[0]["headers"]
+        assert wire.left  # its body was not read
     late = called(guard, Wire(message(b"ab", more=True)))
     assert (late.status, (b"connection", b"close") in late.sent[0]["headers"]) == (408, True)
     assert late.error["message"] == "the body had not come after 0.05 seconds"
@@ -119,12 +105,11 @@ def test_the_guard_lets_whole_bodies_with_the_key_through():
     assert called(guard, Wire(message(b"a", more=True), GONE)).sent == []
     socket = called(guard, Wire(), scope_of(kind="websocket"))
     assert socket.sent == [{"type": "websocket.close", "code": 1008}]
-    assert len(inner.calls) == 1
-    called(guard, Wire(message()), scope_of("/health", headers=()))
-    called(guard, Wire(), scope_of(kind="lifespan", headers=()))
-    assert [call[:2] for call in inner.calls[1:]] == [("http", "/health"), ("lifespan", "/x")]
+    assert bodies == [b"abc"]
+    for path, status in (("/health", 200), ("/healthy", 401), ("/health/v1/models", 401), ("/v1/health", 401)):
+        assert called(guard, Wire(message()), scope_of(path, headers=())).status == status
     with pytest.raises(ValueError, match="key is empty"):
-        Guard(inner, key="", bounds=Bounds())
+        app_of([], key="", bounds=Bounds())
 
 
 def whole_app():
@@ -134,7 +119,7 @@ def whole_app():
     async def plain(request):
         what = request.path_params["what"]
         if what == "known":
-            raise ApiError(429, "full", code="queue_full")
+            raise Refusal("full", status=429, code="queue_full")
         if what == "http":
             raise HTTPException(418, "tea")
         if what == "broken":
@@ -146,12 +131,12 @@ def whole_app():
     @other.get("/wrapped/{what}")
     async def wrapped(what: str):
         if what == "known":
-            raise ApiError(503, "stopped")
+            raise Refusal("stopped", status=503)
         if what == "http":
             raise HTTPException(418, "tea")
         return {"what": what}
 
-    return app_of([router, other], key="key", bounds=Bounds())
+    return app_of([router, other], key=KEY, bounds=Bounds())
 
 
 def test_routes_answer_and_their_errors_have_the_protocols_form():
@@ -247,9 +232,8 @@ def test_work_for_a_client_that_goes_is_left():
 
     async def play():
         assert await unless_gone(Asked(Wire()), done()) == 7
-        with pytest.raises(ApiError) as raised:
+        with pytest.raises(Refusal, match="the client has gone"):
             await unless_gone(Asked(Wire(message(), GONE)), work())
-        assert raised.value.status == module._GONE
         assert cancelled == [1]
         assert asyncio.current_task().cancelling() == 0
         outer = asyncio.create_task(unless_gone(Asked(Wire()), work()))
@@ -263,3 +247,18 @@ def test_work_for_a_client_that_goes_is_left():
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(play())
+
+
+def test_paths_are_those_of_one_application_or_of_the_other():
+    seen = []
+
+    def noting(name):
+        async def app(scope, receive, send):
+            seen.append((name, scope["path"]))
+
+        return app
+
+    both = by_path("/api/", noting("one"), noting("other"))
+    for path in ("/api/v1", "/v1/api/", "/"):
+        called(both, Wire(), scope_of(path))
+    assert seen == [("one", "/api/v1"), ("other", "/v1/api/"), ("other", "/")]

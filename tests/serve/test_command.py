@@ -74,6 +74,7 @@ def served(arguments, visit, environment=None, *, number=signal.SIGINT):
     return status, got[0]
 
 
+@pytest.mark.slow
 def test_a_model_is_served_and_recorded_until_ctrl_c(tmp_path, capsys):
     tiny_run.write_task(tmp_path)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import resource
 import socket
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import threading
 import httpx2 as httpx
 import pytest
 
+from fppo.serve.connections import most_connections
 from fppo.serve.server import bound_socket, serving
 from tests.serve.world import KEY, chat, parrot_world
 
@@ -91,7 +94,7 @@ def test_a_head_without_an_end_is_not_read():
 
 def test_connections_without_a_request_make_room_for_others(caplog):
     """Those that wait longest go first, those that were answered before last; it is said once."""
-    with parrot_world("lamp") as world, serving(world.app, bound_socket("127.0.0.1", 0), most=4) as url:
+    with parrot_world("lamp") as world, serving(world.app, bound_socket("127.0.0.1", 0), max_connections=4) as url:
         known = opened(url, HEALTH)
         assert healthy(known)
         idle = [opened(url) for _ in range(12)]
@@ -119,6 +122,7 @@ def test_the_connection_closes_behind_a_wrong_key(path):
 SERVER = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+from fppo.serve.connections import most_connections
 from fppo.serve.server import bound_socket, serving
 from tests.serve.world import parrot_world
 with parrot_world(*["lamp"] * 9) as world, serving(world.app, bound_socket("127.0.0.1", 0)) as url:
@@ -127,6 +131,18 @@ with parrot_world(*["lamp"] * 9) as world, serving(world.app, bound_socket("127.
 """
 
 
+def test_a_process_may_have_as_many_connections_as_it_has_descriptors_to_spare():
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 164, most[1]))
+        found = most_connections()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    assert 90 <= found <= 100
+
+
+@pytest.mark.slow
 def test_more_idle_connections_than_descriptors_are_in_nobodys_way():
     command = [sys.executable, "-c", SERVER]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -211,6 +211,7 @@ def world_of(engine, params, **changes):
     return world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_episodes_of_clients_are_those_of_the_librarys_own_loop(stream):
     engine, params = policy()
@@ -218,6 +219,7 @@ def test_episodes_of_clients_are_those_of_the_librarys_own_loop(stream):
         check(world, engine, params, stream=stream, tolerance=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_they_are_so_where_clients_force_calls(stream):
     engine, params = policy()
@@ -225,6 +227,7 @@ def test_they_are_so_where_clients_force_calls(stream):
         check(world, engine, params, stream=stream, tolerance=1e-5, forced=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(needs_cpp() is not None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("forced", [False, True])
 def test_they_are_so_bit_for_bit_where_the_engine_is_exact(forced):
@@ -233,6 +236,7 @@ def test_they_are_so_bit_for_bit_where_the_engine_is_exact(forced):
         check(world, engine, params, stream=False, tolerance=0.0, forced=forced)
 
 
+@pytest.mark.slow
 def test_another_key_draws_other_episodes():
     engine, params = policy()
     ids = []
@@ -242,6 +246,7 @@ def test_another_key_draws_other_episodes():
     assert ids[0] != ids[1]
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_who_else_asks():
     engine, params = policy(torch.float64)
     with world_of(engine, params) as world:

@@ -15,6 +15,7 @@ from fppo.serve import loop as module
 from fppo.serve.loop import DrawnPart, EngineLoop, ServerStopped
 from tests.serve.parrot import log_prob
 from tests.serve.test_recorded import answer
+from tests.serve.world import until
 
 
 class Counting:
@@ -27,7 +28,7 @@ class Counting:
     def __init__(self, *, most=None):
         self.calls, self.live, self.step_number, self.most = [], {}, 0, most
         self.turns, self.ready, self.opened = threading.Semaphore(0), threading.Event(), None
-        self.fails, self.gate = None, True
+        self.fails, self.failing, self.gate = None, lambda: None, True
 
     @contextlib.contextmanager
     def open(self, params, **how):
@@ -49,6 +50,7 @@ class Counting:
         if self.gate and not self.turns.acquire(timeout=0.01):
             return StepResult(DrawnTokens(), [])
         if self.fails is not None:
+            self.failing()
             raise self.fails
         self.calls.append("step")
         self.step_number += 1
@@ -84,14 +86,6 @@ def request(name, most):
     return Request(name=name, ids=(3,) * most, sampling=Sampling(), key=Key(0))
 
 
-async def until(condition):
-    for _ in range(3000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("it did not come to that")
-
-
 @contextlib.contextmanager
 def looping(engine, **how):
     made = EngineLoop(engine, {"p": 1}, **how).start()
@@ -123,7 +117,6 @@ def test_those_who_read_along_hear_of_each_token_and_others_of_the_end():
     with looping(engine, version=4, most_waiting=9) as loop:
         assert loop.limit == 77
         assert asyncio.run(play(loop)) == 4
-        assert not loop._waiting
     assert engine.opened == ({"p": 1}, {"version": 4, "most_waiting": 9})
     *parts, last = heard["along"]
     assert parts == [DrawnPart((n,), (log_prob(n),)) for n in (1, 2, 3)]
@@ -187,9 +180,10 @@ def test_an_engine_without_adapters_says_so():
 
 
 def test_what_goes_wrong_is_heard_by_all_who_wait_and_who_come_later():
-    engine, heard = Counting(), []
+    engine, heard, calls = Counting(), [], []
 
     async def play(loop):
+        engine.failing = lambda: calls.append(loop.put("x", "factors"))  # which the loop does not come to
         loop.submit(request("a", 3), heard.append, along=False)
         await until(lambda: engine.live)
         engine.fails = RuntimeError("broken")
@@ -197,39 +191,32 @@ def test_what_goes_wrong_is_heard_by_all_who_wait_and_who_come_later():
         await until(lambda: heard)
         with pytest.raises(ServerStopped):
             loop.submit(request("b", 1), heard.append, along=False)
-        return loop.put("x", "factors")
+        calls.append(loop.put("x", "factors"))
 
     with looping(engine) as loop:
-        later = asyncio.run(play(loop))
+        asyncio.run(play(loop))
         assert loop.failure is engine.fails
     assert heard == [engine.fails]
-    with pytest.raises(ServerStopped):
-        later.result(30)
-
-
-def test_a_server_that_ends_answers_calls_that_it_did_not_come_to():
-    engine = Counting()
-    loop = EngineLoop(engine, {})
-    waiting = loop.put("a", "factors")
-    loop._end(RuntimeError("over"))
-    with pytest.raises(RuntimeError, match="over"):
-        waiting.result(30)
+    for call, kind in zip(calls, (RuntimeError, ServerStopped), strict=True):
+        with pytest.raises(kind):
+            call.result(30)
 
 
 def test_what_an_engine_that_is_open_refuses_is_the_end_of_that_request_alone():
     engine, heard = Counting(most=2), {name: [] for name in "abc"}
+    loop = EngineLoop(engine, {})
 
-    async def play(loop):
-        loop._due = 0.0  # as if all had come in one moment
+    async def play():
         for name, receive in heard.items():
             loop.submit(request(name, 1), receive.append, along=False)
+        loop.start()
         await until(lambda: heard["c"])
         engine.turns.release()
         await until(lambda: heard["a"] and heard["b"])
 
-    with looping(engine) as loop:
-        asyncio.run(play(loop))
-        assert not loop._waiting
+    asyncio.run(play())
+    loop.stop()
+    assert engine.calls[0] == ("add", ["a", "b", "c"])  # they had come together
     assert [type(each[0]).__name__ for each in heard.values()] == ["FinishedRequest", "FinishedRequest", "QueueFull"]
 
 
@@ -279,14 +266,18 @@ def test_requests_are_read_together_with_those_that_come_within_a_moment(clock):
     assert gathered(loop) == names[-1:]
 
 
-def test_other_calls_are_done_at_once_but_not_before_requests_that_came_first(clock):
-    loop = EngineLoop(Counting(), {})
-    loop.release(["x"])
-    assert len(loop._gathered(idle=False)) == 1
-    loop._calls.put(module._Waiting(request("a", 1), print, None))  # pyright: ignore
-    loop.release(["x"])
-    assert loop._gathered(idle=False) == []
-    clock[0] += 0.003
-    first, second = loop._gathered(idle=False)
-    assert first.request.name == "a"
-    assert callable(second)
+def test_other_calls_are_done_in_their_order_among_the_requests():
+    engine = Counting()
+    loop = EngineLoop(engine, {})
+
+    async def play():
+        for name in "ab":
+            loop.release([f"before {name}"])
+            loop.submit(request(name, 1), print, along=False)
+        loop.start()
+        await until(lambda: len(engine.live) == 2)
+
+    asyncio.run(play())
+    loop.stop()
+    expected = [("release", ["before a"]), ("add", ["a"]), ("release", ["before b"]), ("add", ["b"])]
+    assert [call for call in engine.calls if call[0] in ("add", "release")] == expected

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fppo.serve.protocol import ApiError, chat_request, completion_request, parsed
+from fppo.serve.protocol import chat_request, completion_request, parsed
+from fppo.serve.refusal import Refusal
 from tests.serve.world import chat
 
 DEFAULTS = {
@@ -16,10 +17,11 @@ DEFAULTS = {
     "temperature": None,
     "top_p": None,
     "top_k": None,
+    "min_p": None,
     "max_tokens": None,
     "n": 1,
-    "stop": (),
-    "stop_token_ids": (),
+    "stop": [],
+    "stop_token_ids": [],
     "seed": None,
     "stream": False,
     "include_usage": False,
@@ -32,6 +34,7 @@ BOUNDS = [
     ("temperature", [0, 100, 0.5], [-0.01, 100.01, True, "1"]),
     ("top_p", [1e-6, 1], [0, 1.01]),
     ("top_k", [-1, 10**6], [-2, 0.5, True]),
+    ("min_p", [0, 0.999], [-0.01, 1, 1.0, True, "0"]),
     ("max_tokens", [1, 10**6], [0]),
     ("n", [1, 128], [0, 129]),
     ("seed", [-(1 << 63), (1 << 63) - 1, 0], [-(1 << 63) - 1, 1 << 63]),
@@ -45,13 +48,12 @@ BOUNDS = [
 
 
 def shown(options):
-    return {name: getattr(options, name) for name in DEFAULTS}
+    return {name: options.sampling[name] if name in options.sampling else getattr(options, name) for name in DEFAULTS}
 
 
 def as_values(given):
     """Parameters as the options hold them."""
-    found = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
-    return found | ({"stop": (found["stop"],)} if isinstance(found.get("stop"), str) else {})
+    return given | ({"stop": [given["stop"]]} if isinstance(given.get("stop"), str) else {})
 
 
 @given(st.fixed_dictionaries({}, optional={name: st.sampled_from([*right, None]) for name, right, _ in BOUNDS}))
@@ -65,9 +67,19 @@ def test_options_are_what_the_body_says_and_defaults_elsewhere(given):
 @pytest.mark.parametrize(("name", "wrong"), [(name, x) for name, _, wrong in BOUNDS for x in wrong])
 def test_values_beyond_a_bound_are_refused_by_name(name, wrong):
     for read, body in ((chat_request, chat("find")), (completion_request, {"prompt": "find"})):
-        with pytest.raises(ApiError) as raised:
+        with pytest.raises(Refusal) as raised:
             read({**body, name: wrong})
         assert (raised.value.status, raised.value.param) == (400, name)
+
+
+def test_all_that_is_wrong_is_said_at_once_by_its_place_and_value():
+    body = chat("find", temperature=-1, stop=["a", 3], stream=True, stream_options={"include_usage": "no"}, n=0)
+    with pytest.raises(Refusal) as raised:
+        chat_request(body)
+    parts = raised.value.message.split("; ")
+    told = [part.partition(" is not allowed: ")[0] for part in parts]
+    assert told == ["temperature: -1", "n: 0", "stop[1]: 3", 'stream_options.include_usage: "no"']
+    assert parts[0].endswith("greater than or equal to 0")
 
 
 @pytest.mark.parametrize(
@@ -93,13 +105,15 @@ def test_completions_have_the_log_probs_that_they_want(top):
     [
         {"top_logprobs": 3},
         {"logprobs": True, "top_logprobs": 21},
+        {"logprobs": True, "top_logprobs": False},
+        {"top_logprobs": False},
         {"logprobs": True, "top_logprobs": 1, "stream": True},
         {"stream_options": {"include_usage": True}},
         {"stream": True, "stream_options": 3},
     ],
 )
 def test_log_probs_and_streams_that_do_not_go_together_are_refused(given):
-    with pytest.raises(ApiError):
+    with pytest.raises(Refusal):
         chat_request(chat("find", **given))
 
 
@@ -120,7 +134,6 @@ REFUSED = {
     "presence_penalty": (0, -1),
     "repetition_penalty": (1, 1.1),
     "logit_bias": ({}, {"5": 1}),
-    "min_p": (0, 0.1),
     "response_format": ({"type": "text"}, {"type": "json_object"}),
     "function_call": ("auto", {"name": "a"}),
     "functions": ([], [{}]),
@@ -136,7 +149,7 @@ REFUSED = {
 def test_what_would_change_what_is_sampled_is_refused_and_its_neutral_value_taken(name):
     harmless, other = REFUSED[name]
     assert shown(chat_request(chat("find", **{name: harmless})).options) == DEFAULTS
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(Refusal) as raised:
         chat_request(chat("find", **{name: other}))
     assert (raised.value.param, raised.value.code) == (name, "unsupported_parameter")
 
@@ -185,7 +198,7 @@ def test_messages_are_read_with_their_fields():
     ],
 )
 def test_messages_of_another_form_are_refused_by_name(message, name):
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(Refusal) as raised:
         chat_request({"messages": [{"role": "user", "content": "a"}, message]})
     assert raised.value.param == f"messages[1].{name}"
 
@@ -214,13 +227,13 @@ def test_prompts_are_texts_or_ids_or_lists_of_them(prompt, expected):
 
 @pytest.mark.parametrize("prompt", [None, [], [[]], [-1], [1 << 31], [[5, -1]], ["a"] * 129, [True], 3, [["a"]]])
 def test_other_prompts_are_refused(prompt):
-    with pytest.raises(ApiError):
+    with pytest.raises(Refusal):
         completion_request({"prompt": prompt})
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b'{"a": NaN}', b'{"a": "\\ud800"}', b'{"a": 1' + b"0" * 400])
 def test_bodies_that_are_no_object_of_json_are_refused(body):
-    with pytest.raises(ApiError):
+    with pytest.raises(Refusal):
         parsed(body)
 
 

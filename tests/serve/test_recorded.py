@@ -6,6 +6,7 @@ import math
 from itertools import count
 
 import attrs
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,11 +14,9 @@ from hypothesis import strategies as st
 from fppo.key import Key
 from fppo.rollout.requests import FinishedRequest
 from fppo.serve.agents import PlayedEpisode
-from fppo.serve.engine import AgentEngine
 from fppo.serve.episodes import EpisodeRow, Episodes, RecordedTurn, of_ids, of_messages, of_text
-from fppo.serve.rows import rollout_of_rows
+from fppo.serve.rows import rollout_of_played, rollout_of_rows
 from tests.serve.test_agents import asked, prompts
-from tests.serve.world import texts
 
 
 def answer(tokens, name="", *, version=0, end="stop", noise=0.0, dtype=torch.float32):
@@ -136,6 +135,7 @@ def conversation_of(kind, said):
     return of_messages(messages, tools), ("chat", kind, tuple(said), [] if last is None else [last + 1])
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(STEPS, st.sampled_from([("ids", "text"), ("chat", "tools")]), st.sampled_from([6, 15, 1000]))
 def test_episodes_are_those_of_looking_through_all_answers(steps, kinds, most):
@@ -153,7 +153,7 @@ def test_episodes_are_those_of_looking_through_all_answers(steps, kinds, most):
             conversation, as_items = conversation_of(kinds[other], own)
             start, expected = episodes.begin(name, conversation), plain.begin(name, *as_items)
             row = () if start.row is None else tuple(turn.ids for turn in start.row.turns)
-            got = (start.name, start.number, row, start.before, start.seen, start.after, start.end)
+            got = (start.name, start.number, row, start.before, start.items_seen, start.after, start.end)
             assert got == (*expected[:2], tuple(ids for ids, _ in expected[2]), *expected[3:])
             prompt = 0 if not row else len(start.row.prompt)
             assert start.used == (len(start.before) - prompt if row else 0)
@@ -177,9 +177,11 @@ def test_episodes_are_those_of_looking_through_all_answers(steps, kinds, most):
                 "ids": of_ids(drawn),
                 "text": of_text(letters_of(drawn)),
             }[of]
-            before = tuple(own[start.seen :]) if start.row is not None else (*start.before, *own[start.seen :])
+            before = (
+                tuple(own[start.items_seen :]) if start.row is not None else (*start.before, *own[start.items_seen :])
+            )
             turn = RecordedTurn(tuple(map(abs, before)), answer(drawn, request), "")
-            episodes.commit(start, turn, conversation.behind(more.items))
+            episodes.commit(start, turn, conversation.with_answer(more.items))
             plain.commit(expected, turn.ids, request, of, head, (*items, *reply))
             said.append([*own, *reply])
         assert episodes.names() == [each for each, rows in plain.rows.items() if rows]
@@ -270,6 +272,7 @@ def test_a_rollout_has_each_recorded_row_token_by_token(drawn, numbered, rewarde
 EPISODE = st.tuples(st.lists(st.tuples(IDS, TURNS), max_size=3), st.booleans())
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.lists(EPISODE, min_size=1, max_size=5), st.sampled_from([1, 2]), st.sampled_from(["longest", "all"]))
 def test_episodes_become_the_rows_of_a_rollout(drawn, n, how):
@@ -280,9 +283,8 @@ def test_episodes_become_the_rows_of_a_rollout(drawn, n, how):
     episodes = [[row_of(number, *each) for number, each in enumerate(rows)] for rows, _ in drawn]
     played = [PlayedEpisode(2.0 + x, {"b": float(x)}, failed) for x, (_, failed) in enumerate(drawn)]
     played = [x._replace(score=math.nan) if x.failed else x for x in played]
-    numbers = [100 + x for x in range(len(drawn))]
-    engine = AgentEngine(None, None, texts(), pad_token_id=2, rows=how)  # pyright: ignore[reportArgumentType]
-    rollout = engine._rollout(ask, numbers, episodes, played)
+    numbers = [3 * n + x for x in range(len(drawn))]
+    rollout = rollout_of_played(ask, episodes, played, pad_token_id=2, every=how == "all")
     expected = []
     for place, rows in enumerate(episodes):
         own = [row for row in rows if how == "all" or row is max(rows, key=said)][: None if how == "all" else 1]

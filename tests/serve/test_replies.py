@@ -136,11 +136,11 @@ def test_chunks_have_the_protocols_form(drawn, flags, shown, text):
     for each, (tokens, (content, calls, reasoning), end, _) in zip(answers, drawn, strict=True):
         index, numbers = each.index, tuple(each.finished.log_probs.tolist())
         seen = text if shown else ""
-        part = form.part(index, AnswerPart(text, tuple(tokens), numbers), shown=shown)
+        part = form.part(index, AnswerPart(text, tuple(tokens), numbers), with_text=shown)
         note = noted(tokens, numbers, 0, chat) if log_probs else None
         expected = chunk(index, {"content": seen} if chat else seen, tokens=tokens, note=note)
         assert part == (expected if seen or log_probs or token_ids else None)
-        nothing = form.part(index, AnswerPart(text, (), ()), shown=shown)
+        nothing = form.part(index, AnswerPart(text, (), ()), with_text=shown)
         assert (nothing is None) == (not seen)
         if chat:
             last = [] if reasoning is None else [chunk(index, {"reasoning_content": reasoning})]
@@ -150,7 +150,7 @@ def test_chunks_have_the_protocols_form(drawn, flags, shown, text):
                 for place, call in enumerate(calls_of(index, calls))
             ]
             last.append(chunk(index, {}, finish=ended_by(calls, end)))
-            assert [*form.last(each, shown=shown)] == last
+            assert [*form.last(each, text_sent=shown)] == last
     kind = "chat.completion.chunk" if chat else "text_completion"
     assert form.usage(answers) == HEAD | {"object": kind, "choices": [], "usage": usage_of(drawn)}
 

@@ -45,6 +45,7 @@ def damage(path, fault):
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["flipped bits", "a torn file"])
 def test_a_checkpoint_that_cannot_be_read_is_said_once_and_looked_at_again(run, tmp_path, capsys, fault):
     """The same one is read once it is whole."""
@@ -80,6 +81,8 @@ def test_health_tells_of_an_engine_that_failed_and_so_does_its_owner(capsys):
         response = asyncio.run(health())
         world.service.attach(None)
         assert asyncio.run(health()).json() == {"status": "ok"}, "another engine may come"
+        waits = world.post(CHAT, chat("find"))
+    assert (waits.status_code, waits.headers["retry-after"]) == (503, "1")
     assert response.status_code == 503
     assert response.json() == {"status": "failed", "error": "the engine failed: RuntimeError"}
 
@@ -117,6 +120,7 @@ def test_a_file_of_keys_is_for_its_owner_alone(tmp_path, capsys):
         assert stat.S_IMODE(keys.stat().st_mode) == 0o600
 
 
+@pytest.mark.slow
 def test_what_a_server_writes_is_for_its_owner_alone(tmp_path, monkeypatch):
     """Stores and samples, also in a folder that others could read before."""
     tiny_run.write_task(tmp_path)
@@ -143,6 +147,7 @@ def test_what_a_server_writes_is_for_its_owner_alone(tmp_path, monkeypatch):
     assert [path for path in found if path.stat().st_mode & OTHERS] == []
 
 
+@pytest.mark.slow
 def test_a_model_whose_tokenizer_has_no_padding_token_is_served(tmp_path, capsys):
     tiny_run.write_task(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "start")

@@ -20,6 +20,7 @@ from fppo.serve.texts import texts_of
 from tests.serve.parrot import Parrot, by_key
 
 KEY, MODEL = "secret", "policy"
+RIGHT = (b"authorization", f"Bearer {KEY}".encode())  # the header of a request with the key
 CHATML = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -66,12 +67,16 @@ class World:
 
     raises = False  # whether errors of the server itself come to its clients
 
-    def __init__(self, engine, *, bounds=None, params=None, **changes):
+    def __init__(self, engine, *, bounds=None, params=None, on_dropped=lambda name, rows: None, **changes):
         self.engine = engine
         self.bounds = bounds or Bounds(row_tokens=512)
         own = {"texts": texts(), "sampling": sampling(), "key": Key(5), "bounds": self.bounds, "model": MODEL}
         self.sources = Sources(**{**own, **changes})
-        self.episodes = Episodes(self.bounds.recorded_tokens, on_forgotten=lambda names: self.service.forget(names))
+        self.episodes = Episodes(
+            self.bounds.recorded_tokens,
+            on_dropped=on_dropped,
+            on_forgotten=lambda names: self.service.forget(names),
+        )
         self.service = Service(self.sources, self.episodes)
         self.app = app_of([router_of(self.service)], key=KEY, bounds=self.bounds)
         self.loop = EngineLoop(engine, params, version=3, most_waiting=self.bounds.requests)
@@ -108,6 +113,20 @@ def chat(*said, **more):
     """The body of a chat: user and assistant in turn."""
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)], **more}
+
+
+def scope_of(path="/x", *, kind="http", headers=(RIGHT,), method="GET"):
+    """The scope of a request, as a server makes it."""
+    scope = {"type": kind, "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
+    return scope | {"headers": [*headers], "http_version": "1.1", "scheme": "http", "root_path": ""}
+
+
+async def until(condition):
+    for _ in range(30_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it did not come to that")
 
 
 @contextlib.contextmanager

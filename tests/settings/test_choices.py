@@ -76,6 +76,7 @@ def begins(found: list[str], texts: list[str]) -> bool:
     return len(found) == len(texts) and all(map(str.startswith, found, texts))
 
 
+@pytest.mark.slow
 @draws(max_examples=60)
 @given(st.fixed_dictionaries({name: st.sampled_from(values) for name, values in EVERY.items()}))
 def test_old_log_probs_come_from_the_cheapest_sound_source(given):

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import attrs
 import pytest
 
-from fppo.settings import component
 from fppo.settings.component import (
     Keyword,
     Signature,
@@ -225,7 +224,6 @@ def test_a_function_takes_the_names_of_its_parameters():
 
     assert [takes(fn, name) for name in "abcd"] == [False, True, True, False]
     assert takes(anything, "d")
-    assert component._taken(fn) == ["b", "c"]
 
 
 def test_every_part_of_the_settings_is_found_by_its_path():

@@ -19,7 +19,7 @@ from fppo.settings import train as train_settings
 from fppo.settings.component import parts, signature_of
 from fppo.settings.learning import DEFAULT_TOKEN_BUDGET
 from fppo.settings.train import TrainSettings
-from fppo.settings.values import RENAMED, read, read_section
+from fppo.settings.values import RENAMED, read
 
 BASE = {"model.path": "m", "data.path": ["a.jsonl"], "reward.functions": ["exact_match"]}
 
@@ -107,6 +107,8 @@ def test_every_problem_of_file_and_result_is_named_at_once(tmp_path):
         ("rollout.temperature = nan", "must be greater than 0"),
         ("rollout.temperature = inf", "must be finite"),
         ("rollout.top_p = 1.5", "1 or less"),
+        ("rollout.min_p = 1.0", "less than 1"),
+        ("eval.min_p = -0.1", "0 or more"),
     ],
 )
 def test_malformed_files_say_what_to_write(tmp_path, text, message):
@@ -220,6 +222,7 @@ CONFLICTS = [
     ({"rollout.n": 8, "critic.mini_batch_size": 4, "critic.draw_by": "prompt"}, "critic.mini_batch_size"),
     ({"actor.micro_batch_size": 8, "actor.token_budget": 100}, "actor.micro_batch_size"),
     ({"actor.token_budget": 0}, "actor.token_budget"),
+    ({"actor.micro_batch_size": 8, "actor.token_budget": "auto"}, "actor.micro_batch_size"),
     ({"actor.mini_batch_size": 8, "actor.micro_batch_size": 16}, "actor.micro_batch_size"),
     ({"actor.weight_mode": "seq-mean-token-sum-norm"}, "actor.horizon"),
     ({"actor.horizon": 100}, "actor.horizon"),
@@ -269,6 +272,7 @@ CONFLICTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changes", "place"), CONFLICTS, ids=[c[1] + str(i) for i, c in enumerate(CONFLICTS)])
 def test_each_conflict_is_named_by_its_setting(changes, place):
     problems = checks.problems(make(changes))
@@ -411,6 +415,7 @@ def test_micro_batching_is_by_size_or_by_budget():
     assert make().actor.passes == (None, DEFAULT_TOKEN_BUDGET)
     assert make({"actor.micro_batch_size": 4}).actor.passes == (4, None)
     assert make({"actor.token_budget": 100}).actor.passes == (None, 100)
+    assert make({"actor.token_budget": "auto"}).actor.passes == (None, DEFAULT_TOKEN_BUDGET)
     assert make().actor.mini_batch(64, 1) == 16
     assert make({"actor.mini_batch_size": 32}).actor.mini_batch(64, 1) == 32
 
@@ -435,8 +440,8 @@ def test_micro_batching_is_by_size_or_by_budget():
 def test_whoever_names_a_function_of_ones_own_remembers_where_it_is_sought(tmp_path, name):
     value = '["mine:fn"]' if name == "reward.functions" else '"mine:fn"'
     (tmp_path / "run.toml").write_text(f"{name} = {value}\n")
-    settings, _ = read_section(TrainSettings, files.read_toml(tmp_path / "run.toml"))
-    assert files._remember_modules(settings, tmp_path / "run.toml").module_dirs[0] == str(tmp_path)
+    settings, _ = files.examined(tmp_path / "run.toml")
+    assert settings.module_dirs[0] == str(tmp_path)
 
 
 @pytest.mark.parametrize("old", RENAMED)

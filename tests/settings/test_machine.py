@@ -1,9 +1,12 @@
 """What this machine has not, seen without torch."""
 
+import importlib.util
+import sys
+
 import pytest
 
 from fppo.settings import files as settings_files
-from fppo.settings import machine
+from fppo.settings.machine import machine_problems
 from fppo.settings.model import LoraSettings, ModelSettings
 from fppo.settings.placement import PlacementSettings, RoleSettings
 from fppo.settings.train import LogSettings, TrainSettings
@@ -25,23 +28,22 @@ POOLED = {"placement.pools": {"a": {"ranks": 1}}, "placement.roles.actor": "a"}
         (("dxg",), None, "cuda:7", 1, None),  # one file for all of them
     ],
 )
-def test_gpus_are_counted_by_their_files(tmp_path, monkeypatch, files, visible, device, ranks, words):
-    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
+def test_gpus_are_counted_by_their_files(tmp_path, files, visible, device, ranks, words):
     for name in files:
         (tmp_path / name).touch()
     settings = TrainSettings(device=device)
-    lines = [*map(str, machine.machine_problems(settings, ranks, visible=visible))]
+    lines = [*map(str, machine_problems(settings, ranks, visible=visible, devices=tmp_path))]
     assert [words in line and line.startswith(f"device = {device!r}: ") for line in lines] == [True] * bool(words)
 
 
-def test_pools_of_this_machine_take_no_more_gpus_than_it_has(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
+def test_pools_of_this_machine_take_no_more_gpus_than_it_has(tmp_path):
     (tmp_path / "nvidia0").touch()
     pools = {"a": {"ranks": 1, "gpus": 0.5}, "e": {"ranks": 2, "gpus": 0.5}}
 
     def lines(cluster):
         section = PlacementSettings(cluster=cluster, pools=pools, roles=RoleSettings(actor="a", rollout="e"))
-        return [*map(str, machine.machine_problems(TrainSettings(device="cuda", placement=section), 1, visible=None))]
+        settings = TrainSettings(device="cuda", placement=section)
+        return [*map(str, machine_problems(settings, 1, visible=None, devices=tmp_path))]
 
     (line,) = lines("processes")
     assert line.endswith("they want 1.5 GPUs together, and this machine has 1; give fewer, or shares of one")
@@ -61,19 +63,21 @@ def test_pools_of_this_machine_take_no_more_gpus_than_it_has(tmp_path, monkeypat
     ],
 )
 def test_ray_is_asked_for_where_something_runs_on_it(monkeypatch, changes, told):
-    monkeypatch.setattr(machine, "_installed", lambda package: package != "ray")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None if package == "ray" else package)
     settings = settings_files.replace(TrainSettings(), changes)
-    found = [*machine.machine_problems(settings, 1, visible=None)]
+    found = [*machine_problems(settings, 1, visible=None)]
     assert [(each.path, each.text) for each in found] == [
         (x, "Ray is not installed; pip install 'fppo[ray]'") for x in told
     ]
 
 
 def test_loggers_that_are_not_installed_are_named(monkeypatch):
-    monkeypatch.setattr(machine, "_installed", lambda package: package == "tensorboard")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: package if package == "tensorboard" else None)
+    for package in ("wandb", "bitsandbytes"):  # another test may have imported it
+        monkeypatch.delitem(sys.modules, package, raising=False)
     settings = TrainSettings(device="cpu", log=LogSettings(loggers=("tensorboard", "wandb")))
-    line = str(*machine.machine_problems(settings, 1, visible=None))
+    line = str(*machine_problems(settings, 1, visible=None))
     assert line == "log.loggers = ['tensorboard', 'wandb']: wandb is not installed; pip install 'fppo[wandb]'"
     settings = TrainSettings(device="cpu", model=ModelSettings(lora=LoraSettings(rank=1, base="nf4")))
-    line = str(*machine.machine_problems(settings, 1, visible=None))
+    line = str(*machine_problems(settings, 1, visible=None))
     assert line == "model.lora.base = 'nf4': bitsandbytes is not installed; pip install 'fppo[quantised]'"

@@ -18,6 +18,7 @@ from fppo.settings import checks, files
             "(pipeline 1, replicate 1, shard 2, expert 1, sequence 1, context 1, tensor 2) do not multiply",
         ),
         ({"mesh.virtual_stages": 2}, "mesh.virtual_stages = 2: its stages are those of a pipeline rank"),
+        ({"critic.token_budget": "auto"}, "critic.token_budget = 'auto': ranks of mesh.tensor exchange what"),
     ],
 )
 def test_a_tensor_axis(changes, words):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fppo.settings import files, machine
+from fppo.settings import files
 from fppo.settings.placement import AXES, places_of, pools_of, threads_of
 from tests import tiny_run
 
@@ -184,14 +184,3 @@ def test_all_that_is_wrong_is_said_at_once_and_of_each_pool_what_is_its_own(tmp_
         "placement.pools.a: actor.mini_batch_size",
         "placement.pools.c: critic.mini_batch_size",
     ]
-
-
-def test_a_cluster_of_ray_takes_ray(tmp_path, monkeypatch):
-    settings = tiny_run.settings(tmp_path, **(ROLES | {"placement__cluster": "local"}))
-    monkeypatch.setattr(machine, "_installed", lambda package: False)
-    expected = ["placement.cluster = 'local': Ray is not installed; pip install 'fppo[ray]'"]
-    assert [*map(str, machine.machine_problems(settings, 1, visible=None))] == expected
-    engine = tiny_run.settings(tmp_path, rollout__engine="vllm", rollout__vllm__host="ray")
-    expected = ["rollout.vllm.host = 'ray': Ray is not installed; pip install 'fppo[ray]'"]
-    assert [*map(str, machine.machine_problems(engine, 1, visible=None))] == expected
-    assert [*map(str, machine.machine_problems(tiny_run.settings(tmp_path), 1, visible=None))] == []

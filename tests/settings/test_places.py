@@ -113,6 +113,7 @@ NONE_OF_THEM = {  # texts whose help speaks of files, and that are none
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["~/x", "$HOME/x", "a/${NAME}/x", "$(date)/x", "~nobody-at-all/x"])
 @pytest.mark.parametrize("name", place_settings(TrainSettings))
 def test_a_variable_in_a_place_is_refused_by_the_settings_name(name, text):
@@ -134,7 +135,7 @@ def test_a_name_that_is_there_is_what_it_says(tmp_path, monkeypatch):
 
 def speaks_of_files(cls):
     """The settings, by their paths, that hold texts, and whose help speaks of files and directories."""
-    texts = helps._texts(cls)
+    texts = helps.texts_of(cls)
     for field in fields_of(attrs.resolve_types(cls, include_extras=False)):
         if attrs.has(field.type):
             yield from (f"{name_of(field)}.{inner}" for inner in speaks_of_files(field.type))

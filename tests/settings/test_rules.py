@@ -125,7 +125,10 @@ OF_ALGORITHMS: list[Rule] = [
         ({"algorithm.kl.coef": 0.1, "algorithm.kl.kind": "k1"}, {"algorithm.kl.kind": kind}, ["algorithm.kl.kind"])
         for kind in ("abs", "abs+", "k2", "k2+", "k3", "k3+")
     ),
-    ({"algorithm.advantage": "gdpo", "rollout.n": 2}, {"algorithm.kl.coef": 0.1}, ["algorithm.kl.coef"]),
+    *(
+        ({"algorithm.advantage": name, "rollout.n": 2}, {"algorithm.kl.coef": 0.1}, ["algorithm.kl.coef"])
+        for name in ("gdpo", "grpo_process")
+    ),
     (KL | {"actor.kl_kind": "k2"}, {"actor.kl_coef": 0.0}, ["actor.kl_kind"]),
     (KL | {"actor.kl_kind": "k1+"}, {"actor.kl_kind": "k1"}, ["actor.kl_kind"]),
     (
@@ -154,15 +157,22 @@ OF_ADAPTERS: list[Rule] = [
             "model.lora.alpha": 8.0,
             "model.lora.scaling": "rslora",
             "model.lora.targets": ["q_proj"],
+            "model.lora.exclude": ["o_proj"],
             "model.lora.base": "nf4",
             "model.lora.critic_rank": 2,
         },
         {"model.lora.rank": 0},
-        [f"model.lora.{name}" for name in ("alpha", "scaling", "targets", "base", "critic_rank")],
+        [f"model.lora.{name}" for name in ("alpha", "scaling", "targets", "exclude", "base", "critic_rank")],
     ),
     *(
         ({"model.lora.path": "p"}, {f"model.lora.{name}": value}, [f"model.lora.{name}"])
-        for name, value in {"rank": 4, "alpha": 8.0, "scaling": "rslora", "targets": ["q_proj"]}.items()
+        for name, value in {
+            "rank": 4,
+            "alpha": 8.0,
+            "scaling": "rslora",
+            "targets": ["q_proj"],
+            "exclude": ["o_proj"],
+        }.items()
     ),
     (
         {"model.lora.path": "p", "model.lora.reference": "base"},
@@ -175,6 +185,9 @@ OF_ADAPTERS: list[Rule] = [
         ["model.lora.reference"],
     ),
     (LORA | {"model.lora.critic_rank": 2}, GROUPS, ["model.lora.critic_rank"]),
+    (LORA | {"model.lora.critic_path": "c"}, {"model.lora.rank": 0}, ["model.lora.critic_path"]),
+    (LORA | {"model.lora.critic_path": "c"}, GROUPS, ["model.lora.critic_path"]),
+    (LORA | {"model.lora.critic_path": "c"}, {"model.lora.critic_rank": 2}, ["model.lora.critic_rank"]),
     (LORA | {"model.lora.critic_rank": 2}, {"critic.reads": "hidden"}, ["model.lora.critic_rank"]),
     (LORA | VLLM | {"model.lora.send": "alone"}, {"rollout.engine": "embedded"}, ["model.lora.send"]),
     (LORA | VLLM | {"rollout.vllm.send": "changed"}, {"model.lora.send": "alone"}, ["rollout.vllm.send"]),
@@ -252,6 +265,28 @@ OF_UPDATES: list[Rule] = [
             [f"{role}.optimizer.warmup_steps"],
         ),
         (
+            {f"{role}.optimizer.warmup_steps": 2, f"{role}.optimizer.warmup_ratio": 0.0},
+            {f"{role}.optimizer.warmup_ratio": 0.1},
+            [f"{role}.optimizer.warmup_ratio"],
+        ),
+        (
+            {f"{role}.optimizer.schedule": "cosine", f"{role}.optimizer.num_cycles": 2},
+            {f"{role}.optimizer.schedule": "linear"},
+            [f"{role}.optimizer.num_cycles"],
+        ),
+        (
+            {
+                "steps": 5,
+                f"{role}.epochs": 2,
+                f"{role}.mini_batch_size": 32,
+                f"{role}.optimizer.schedule": "cosine",
+                f"{role}.optimizer.warmup_ratio": 0.25,
+                f"{role}.optimizer.num_cycles": 15,
+            },
+            {f"{role}.optimizer.num_cycles": 16},
+            [f"{role}.optimizer.num_cycles"],
+        ),
+        (
             {f"{role}.optimizer.schedule": "wsd", f"{role}.optimizer.min_lr_ratio": 0.1},
             {f"{role}.optimizer.schedule": "constant"},
             [f"{role}.optimizer.min_lr_ratio"],
@@ -284,6 +319,7 @@ OF_UPDATES: list[Rule] = [
 RULES = OF_MODELS + OF_ALGORITHMS + OF_ADAPTERS + OF_CRITICS + OF_UPDATES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("agreeing", "step", "named"), RULES, ids=numbered(RULES))
 def test_settings_agree_until_one_step_further(agreeing, step, named):
     check_rule(agreeing, step, named)

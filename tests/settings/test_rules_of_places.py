@@ -205,6 +205,21 @@ OF_SFT: list[Rule] = [
         {"sft.optimizer.min_lr_ratio": 0.0},
         ["sft.optimizer.min_lr_ratio"],
     ),
+    (
+        {"sft.optimizer.warmup_steps": 2, "sft.optimizer.warmup_ratio": 0.0},
+        {"sft.optimizer.warmup_ratio": 0.1},
+        ["sft.optimizer.warmup_ratio"],
+    ),
+    (
+        {"sft.optimizer.schedule": "cosine", "sft.optimizer.num_cycles": 2},
+        {"sft.optimizer.schedule": "wsd"},
+        ["sft.optimizer.num_cycles"],
+    ),
+    (
+        {"steps": 5, "sft.optimizer.schedule": "cosine", "sft.optimizer.num_cycles": 5},
+        {"steps": 4},
+        ["sft.optimizer.num_cycles"],
+    ),
     ({"steps": 5, "sft.optimizer.warmup_steps": 4}, {"steps": 4}, ["sft.optimizer.warmup_steps"]),
     (
         {"steps": 5, "sft.optimizer.warmup_steps": 9, "sft.epochs": 1},

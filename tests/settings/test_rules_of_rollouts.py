@@ -220,9 +220,9 @@ OF_DATA: list[Rule] = [
     ({"eval.before": False}, {"eval.max_tokens": 9}, ["eval.max_tokens"]),
     (HELD | {"eval.max_prompts": 3}, {"data.eval_path": []}, ["eval.max_prompts"]),
     (
-        HELD | {"eval.temperature": 0.5, "eval.top_k": 3, "eval.top_p": 0.5},
+        HELD | {"eval.temperature": 0.5, "eval.top_k": 3, "eval.top_p": 0.5, "eval.min_p": 0.1},
         {"eval.temperature": 0.0},
-        ["eval.top_k", "eval.top_p"],
+        ["eval.top_k", "eval.top_p", "eval.min_p"],
     ),
     (HELD | {"eval.n": 4, "eval.temperature": 0.5}, {"eval.temperature": 0.0}, ["eval.temperature"]),
     *(
@@ -230,6 +230,7 @@ OF_DATA: list[Rule] = [
         for changes in (
             {"rollout.top_k": 5},
             {"rollout.top_p": 0.5},
+            {"rollout.min_p": 0.1},
             {"rollout.stop": ["x"]},
             {"reward.weights": [2.0]},
             {"reward.functions": ["my:f"]},
@@ -264,10 +265,16 @@ OF_REWARDS: list[Rule] = [
             "tokenizer": "t",
             "chat": True,
             "dtype": "bfloat16",
+            "max_tokens": 9,
             "micro_batch_size": 2,
             "token_budget": 9,
             "offload": True,
         }.items()
+    ),
+    (
+        SCORER | {"reward.model.max_tokens": 9, "reward.model.over_long": "truncate"},
+        {"reward.model.max_tokens": None},
+        ["reward.model.over_long"],
     ),
     (
         SCORER | {"reward.model.micro_batch_size": 2},
@@ -345,6 +352,7 @@ OF_REWARDS: list[Rule] = [
 RULES = OF_ROLLOUTS + OF_DATA + OF_REWARDS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("agreeing", "step", "named"), RULES, ids=numbered(RULES))
 def test_settings_agree_until_one_step_further(agreeing, step, named):
     check_rule(agreeing, step, named)

@@ -99,6 +99,7 @@ def outcome(head, mesh, **settings):
     return dict(tree.leaves_with_paths(whole)), metrics.report(report), lora.frozen_of(model).digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [pytest.param(n, marks=() if n in (0, 6, 7) else pytest.mark.slow) for n in range(len(LAYOUTS))]
 )
@@ -162,6 +163,7 @@ def test_micro_batches_and_padding_change_nothing():
             torch.testing.assert_close(other[name], x, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_reference_actor_and_critic_stand_on_one_base():
     model, params = tiny.model_and_params()
     actor, adapter = lora.adapt(model, params, SPEC, key=Key(0), dtype=torch.float64)
@@ -219,6 +221,7 @@ def test_each_rank_merges_stores_and_reads_its_part(name, axes, tmp_path):
     assert tree.digest(checkpoint.load(adapter, kept, 1)) == tree.digest(adapter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_the_embedded_engine_samples_by_the_adapter(name, dtype):

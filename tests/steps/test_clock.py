@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fppo import losses, metrics
 from fppo.key import Key
 from fppo.steps.actor import UpdateActor
-from fppo.steps.clock import Clock, Timeline, UpdateTurn, at_step, between, tick, tock
+from fppo.steps.clock import Clock, Timeline, UpdateTurn, after_update, at_step, before_update, between
 from fppo.steps.confidence import UpdateConfidence, init_confidence
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
@@ -36,9 +36,9 @@ def rates(kind, steps, *, warmup=0, first=0, each=lambda step: 2, planned=None, 
         clock = at_step(clock, step, steps)
         for i in range(count):
             turn = UpdateTurn(Timeline(warmup, total), i, count)
-            clock, place = tick(clock, turn)
+            clock, place = before_update(clock, turn)
             found.append(rate(place))
-            clock = tock(clock, turn, {"skipped": metrics.mean(float(skipped(number)))})
+            clock = after_update(clock, turn, {"skipped": metrics.mean(float(skipped(number)))})
             number += 1
         clock = between(clock)
     return found

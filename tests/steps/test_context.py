@@ -5,17 +5,13 @@ from functools import partial
 import attrs
 import pytest
 
-from fppo import models
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.simulate import simulate
 from fppo.steps import packed
-from fppo.steps.forward import Forward, compute_values, forward_micro_batch
-from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.scores import compute_reward_scores
+from fppo.steps.forward import Forward, forward_micro_batch
 from fppo_kernels.table import Kernels
 from tests import tiny
 from tests.models.families import make
-from tests.steps.test_sequence import close
 from tests.steps.test_tensor import BATCH, assert_same, outcome
 
 
@@ -23,6 +19,7 @@ def on(ring, fn, mesh):
     return fn(attrs.evolve(mesh, ring=ring))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axes", "ring"),
     [
@@ -40,23 +37,6 @@ def test_a_model_on_a_context_axis_is_the_whole_one(name, axes, ring):
     model, params = make(name)
     expected = outcome(Mesh.local(), model, params)
     assert_same(simulate(axes, partial(on, ring, partial(outcome, model=model, params=params))), expected)
-
-
-@pytest.mark.parametrize("axes", [{"context": 4}, {"context": 2, "tensor": 2}], ids=str)
-def test_values_and_scores_are_those_of_one_process(axes):
-    model, params = make("qwen3", head="value")
-
-    def run(mesh):
-        placed = models.place(model, mesh)
-        own, forward = models.own_params(placed, params, mesh), Forward(placed, mesh=mesh)
-        cut = MicroBatching(size=2)
-        values = compute_values(own, BATCH, forward=forward, micro_batching=cut)
-        return values, compute_reward_scores(own, BATCH, forward=forward, micro_batching=cut)
-
-    ((values, scores),) = simulate({}, run)
-    for found_values, found_scores in simulate(axes, run):
-        close(found_values, values, "values", 1e-11)
-        close(found_scores, scores, "scores", 1e-6)
 
 
 def test_what_a_context_axis_cannot_do_is_named():

@@ -27,7 +27,7 @@ from fppo.steps.perceptron import UNCLIPPED
 from fppo.steps.schedules import schedule
 
 WANTED = {
-    schedule: {"total_steps": None, "warmup_steps": 0, "min_ratio": 0.0, "decay_ratio": 0.2},
+    schedule: {"total_steps": None, "warmup_steps": 0, "min_ratio": 0.0, "decay_ratio": 0.2, "num_cycles": 1},
     sgd: {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "max_grad_norm": 1.0},
     lion: {"betas": (0.9, 0.99), "weight_decay": 0.01, "max_grad_norm": 1.0},
     muon: {"momentum": 0.95, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "max_grad_norm": 1.0},

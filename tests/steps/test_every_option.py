@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 import pytest
@@ -36,7 +36,8 @@ LOSSES = {"ppo_clip": losses.ppo_clip, "gspo": partial(losses.gspo, clip_low=0.1
 HORIZON = 9
 
 
-class How(NamedTuple):
+@attrs.frozen
+class How:
     """The options of an update."""
 
     seed: int
@@ -228,10 +229,11 @@ TERMS = st.builds(
 )
 
 
+@pytest.mark.slow
 @draws(max_examples=24)
 @given(how=HOW, terms=TERMS, name=st.sampled_from(["clip_cov", *LOSSES]), source=st.sampled_from(["engine", "pass"]))
 def test_the_actors_update_is_the_one_written_out(how, terms, name, source):
-    how = how._replace(key=5) if name == "clip_cov" and how.key is None else how  # its choice takes a key
+    how = attrs.evolve(how, key=5) if name == "clip_cov" and how.key is None else how  # its choice takes a key
     batch, run = how.batch(), Written(ACTOR_PARAMS)
     padded = Forward(ACTOR, remove_padding=False, share_prompts=False)
     for epoch in range(how.epochs):
@@ -263,6 +265,7 @@ def test_the_actors_update_is_the_one_written_out(how, terms, name, source):
     check(update(state, batch, key=key, donate=how.donate), run, state, before, how.donate)
 
 
+@pytest.mark.slow
 @draws(max_examples=12)
 @given(how=HOW, clip=st.sampled_from([0.2, None]))
 def test_the_critics_update_is_the_one_written_out(how, clip):

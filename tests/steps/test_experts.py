@@ -10,7 +10,6 @@ from transformers import Qwen3MoeConfig
 from fppo import batch as batches
 from fppo import losses, models, tree
 from fppo.grad import value_and_grad
-from fppo.laws.updates import _outcomes_differ, _UpdateOutcome
 from fppo.metrics import mean, report
 from fppo.models.routing import Routes
 from fppo.runtime.mesh import LOCAL, Sharding, gradient_sum
@@ -77,7 +76,7 @@ def outcome(mesh, name, stage=None, micro_batching=WHOLE, replay=True, **setting
         terms=TERMS,
     )(init_state(models.own_params(model, params, mesh), OPTIMIZER), batch)
     grads, params = (models.whole_params(model, x, mesh) for x in (state.opt.mu, state.params))
-    return _UpdateOutcome(grads, params, metrics)
+    return grads, params, metrics
 
 
 def test_the_column_is_what_the_routers_chose():
@@ -111,14 +110,16 @@ SPLITS = [
 def test_losses_loads_and_biases_do_not_depend_on_the_split(name, splits):
     expected = outcome(LOCAL, name)
     assert {"actor/balance_loss", "actor/router_z_loss", "actor/expert_load/1", "actor/expert_load/max"} <= set(
-        expected.metrics
+        expected[2]
     )
     for axes, settings in splits:
         found = simulate(axes, partial(outcome, name=name, **settings)) if axes else [outcome(LOCAL, name, **settings)]
         for one in found:
-            assert _outcomes_differ(expected, one, 1e-10) is None, (axes, settings)
+            torch.testing.assert_close(one[:2], expected[:2], rtol=1e-10, atol=1e-10)
+            assert report(one[2]) == pytest.approx(report(expected[2]), rel=1e-10, abs=1e-10), (axes, settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "virtual"),
     [
@@ -294,7 +295,7 @@ def test_what_replay_lacks_is_named():
 
 
 def test_losses_are_reported_of_all_tokens_where_ranks_cut_rows():
-    alone, *ranks = (report(x.metrics) for x in (outcome(LOCAL, "qwen3_moe"), *simulate({"sequence": 2}, sequenced)))
+    alone, *ranks = (report(x[2]) for x in (outcome(LOCAL, "qwen3_moe"), *simulate({"sequence": 2}, sequenced)))
     for name in ("balance_loss", "router_z_loss"):
         for found in ranks:
             assert found[f"actor/{name}"] == pytest.approx(alone[f"actor/{name}"], rel=1e-9)

@@ -86,6 +86,7 @@ def test_the_engine_tells_the_trainers_log_probs(dtype):
     assert (own - plain).abs().max() > 3 * apart
 
 
+@pytest.mark.slow
 def test_it_learns():
     """A few rows by heart, as a model on plain products does."""
     rows = tree.replace(ROWS, advantages=torch.ones_like(ROWS.advantages))

@@ -80,6 +80,7 @@ def _expected_values(batch):
     return out, torch.stack(scores)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(rows=st.integers(1, 6), seed=st.integers(0, 10_000), temperature=st.sampled_from([0.5, 1.0, 1.7]))
 def test_outputs_equal_the_plain_forward_packed_and_padded(rows, seed, temperature):
@@ -114,6 +115,7 @@ def test_log_probs_are_those_of_each_family_s_head(name):
         torch.testing.assert_close(found[columns], expected, atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(rows=st.integers(1, 6), seed=st.integers(0, 10_000), cut=st.sampled_from(CUTS), packed=st.booleans())
 def test_compute_functions_keep_the_order_of_rows_in_any_partition(rows, seed, cut, packed):

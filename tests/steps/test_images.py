@@ -91,7 +91,7 @@ def test_log_probs_and_gradients_are_transformers(name):
     expected = theirs(module, record)
     weighted(expected).backward()
     gradients = {path: torch.zeros_like(x) if x.grad is None else x.grad for path, x in module.named_parameters()}
-    assert any(x.any() for path, x in gradients.items() if path in model.seeing)
+    assert any(x.any() for path, x in gradients.items() if path in model.vision_params)
     forward, every = Forward(model), [0, 1, 2, 3]
     cases = [
         (forward, [every]),
@@ -103,6 +103,7 @@ def test_log_probs_and_gradients_are_transformers(name):
         check(run, params, record, groups, expected, gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "qwen3_vl" else pytest.mark.slow) for n in FAMILIES])
 def test_an_adapter_is_merged_weights_and_learns_by_their_projections(name):
     _, model, params = make(name)
@@ -112,7 +113,7 @@ def test_an_adapter_is_merged_weights_and_learns_by_their_projections(name):
         lora.check_adapted(whole, Lora(2, 4.0))
         adapted, fresh = lora.adapt(whole, params, Lora(2, 4.0), key=Key(0), dtype=torch.float64)
         adapter = noisy(fresh)
-        assert any(path.rpartition(".")[0] in model.seeing for path in adapter) == trains
+        assert any(path.rpartition(".")[0] in model.vision_params for path in adapter) == trains
         merged = {path: x.requires_grad_() for path, x in lora.merged(adapted, adapter).items()}
         expected = ours(Forward(whole), merged, record, [[0, 1, 2, 3]])
         grads = torch.autograd.grad(weighted(expected), list(merged.values()), allow_unused=True)
@@ -167,9 +168,9 @@ def test_a_frozen_vision_tower_stays_as_it_is(name):
         results[trains] = {path for path, x in state.params.items() if torch.equal(x, params[path])}
         norms[trains] = metrics.report(report)["supervised/grad_norm"]
         squares[trains] = {path: float(x.double().square().sum()) for path, x in state.opt.mu.items()}
-    assert results[False] == model.seeing
+    assert results[False] == model.vision_params
     assert not results[True]
-    rest = sum(x for path, x in squares[True].items() if path not in model.seeing)
+    rest = sum(x for path, x in squares[True].items() if path not in model.vision_params)
     assert norms[True] == pytest.approx(math.sqrt(sum(squares[True].values())), rel=1e-6)
     assert norms[False] == pytest.approx(math.sqrt(rest), rel=1e-6)  # no part of the tower's is in it
 
@@ -216,7 +217,7 @@ def test_ranks_that_share_the_rows_give_the_update_of_one(axes, name):
         return models.whole_params(placed, state.params, mesh)
 
     expected = run(Mesh.local())
-    assert any(not torch.equal(expected[path], params[path]) for path in model.seeing)
+    assert any(not torch.equal(expected[path], params[path]) for path in model.vision_params)
     for found in simulate(dict.fromkeys(axes, 2), run):
         assert all((found[path] - x).abs().max() < 1e-10 for path, x in expected.items())
 

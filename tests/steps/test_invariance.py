@@ -100,6 +100,7 @@ def _variants(run, batch, seed):
 MODES = st.sampled_from(losses.MODES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 @settings(max_examples=8)
 @given(mode=MODES, rows=st.integers(1, 7), seed=st.integers(0, 10_000))
@@ -111,6 +112,7 @@ def test_the_actors_update_is_one_function_of_the_batch(name, mode, rows, seed):
         _assert_same(got, expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(mode=MODES, rows=st.integers(1, 7), seed=st.integers(0, 10_000))
 def test_the_critics_update_is_one_function_of_the_batch(mode, rows, seed):
@@ -121,6 +123,7 @@ def test_the_critics_update_is_one_function_of_the_batch(mode, rows, seed):
         _assert_same(got, expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(rows=st.integers(4, 9), seed=st.integers(0, 10_000))
 def test_mini_batches_drawn_by_a_key_do_not_depend_on_the_order_of_rows(rows, seed):
@@ -158,6 +161,7 @@ CORRECTIONS = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(mode=MODES, correction=st.sampled_from(CORRECTIONS), rows=st.integers(2, 7), seed=st.integers(0, 10_000))
 def test_a_corrected_batch_obeys_the_same_laws(mode, correction, rows, seed):
@@ -168,6 +172,7 @@ def test_a_corrected_batch_obeys_the_same_laws(mode, correction, rows, seed):
         _assert_same(got, expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(mode=MODES, rows=st.integers(2, 7), seed=st.integers(0, 10_000))
 def test_rejected_rows_are_as_if_they_had_never_been(mode, rows, seed):

@@ -81,6 +81,7 @@ def by_row(batch: Experience, olds, columns):
     return found
 
 
+@pytest.mark.slow
 def test_a_selection_draws_anew_in_every_mini_batch_of_every_epoch():
     calls = selections()
     assert len(calls) == EPOCHS * len(BATCH.row_ids) // SIZE
@@ -129,6 +130,7 @@ def split_of(key: Key | None) -> list[list[int]]:
     return split
 
 
+@pytest.mark.slow
 def test_mini_batches_are_drawn_anew_in_every_epoch_and_each_row_comes_once():
     split = split_of(Key(2))
     epochs = [split[i : i + 3] for i in range(0, 12, 3)]

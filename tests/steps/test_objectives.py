@@ -143,6 +143,7 @@ def _updated(batch, mode, terms, source="pass"):
     )(init_state(ACTOR_PARAMS, GRADIENT), batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", losses.MODES)
 @pytest.mark.parametrize("kind", KL)
 def test_the_actors_gradient_is_that_of_its_definition(mode, kind):

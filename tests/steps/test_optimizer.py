@@ -84,6 +84,7 @@ def test_a_donated_step_writes_where_the_old_state_was():
     assert found == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), float("-inf"), 3e38])
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("donate", [False, True])

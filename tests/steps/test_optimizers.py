@@ -62,6 +62,7 @@ def step_of(optimizer, state, donate=False):
     )(state, tiny.experience(state.step, 4), donate=donate)[0]
 
 
+@pytest.mark.slow
 @every
 def test_training_resumes_donates_and_is_pure(optimizer, tmp_path):
     state, step = init_state(PARAMS, optimizer), partial(step_of, optimizer)
@@ -112,6 +113,7 @@ def alone(name):
     return four_updates(Mesh.local(), name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("axes", "stage"), [({"shard": 2}, 3), ({"shard": 3}, 1), ({"replicate": 2, "shard": 2}, 2), ({"sequence": 2}, 3)]

@@ -64,11 +64,11 @@ def test_what_ranks_made_comes_back_in_the_order_of_the_rows():
     """Their numbers, one rank after the other, are a permutation that is not its own inverse."""
     shared, rows = [[2, 0], [1, 4], [3]], torch.arange(10.0).view(5, 2)
 
-    def on_rank(mesh):
+    def run(mesh):
         own = rows[shared[mesh["replicate"].rank]]
         return collect(own, shared, mesh), collect(own > 4, shared, mesh)
 
-    for numbers, larger in simulate({"replicate": 3}, on_rank):
+    for numbers, larger in simulate({"replicate": 3}, run):
         assert torch.equal(numbers, rows)
         assert torch.equal(larger, rows > 4)
 

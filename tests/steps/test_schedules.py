@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fppo.steps.schedules import KINDS, schedule
@@ -28,6 +28,20 @@ def test_linear_and_cosine_fall_from_the_peak_to_the_least_rate(warmup, total, r
     for kind, left in (("linear", 1 - part), ("cosine", (1 + math.cos(math.pi * min(part, 1.0))) / 2)):
         rate = schedule(kind, 0.5, total_steps=total, warmup_steps=warmup, min_ratio=ratio)
         assert rate(step) == pytest.approx(0.5 * (ratio + (1 - ratio) * max(left, 0.0)))
+
+
+@given(st.integers(0, 4), st.integers(1, 7), st.integers(1, 30), st.floats(0, 1))
+@example(0, 22, 22, 0.1)  # 30 / 44 * 22 is less than 15 in floats
+def test_a_cosine_of_several_cycles_begins_each_at_the_peak_and_ends_at_the_least_rate(warmup, cycles, more, ratio):
+    """By a definition with whole numbers alone: the warm-up, then as many of the span's parts as there are cycles."""
+    span, peak = cycles + more, 0.5
+    expected = [peak * (n + 1) / (warmup + 1) for n in range(warmup)]
+    for n in range(span):
+        into = n * cycles - span * (n * cycles // span)  # how far into its cycle, of `span`
+        expected.append(peak * (ratio + (1 - ratio) * (1 + math.cos(math.pi * into / span)) / 2))
+    expected += [peak * ratio] * 2  # the end, and what comes after it
+    rate = schedule("cosine", peak, total_steps=warmup + span, warmup_steps=warmup, min_ratio=ratio, num_cycles=cycles)
+    assert [rate(step) for step in range(warmup + span + 2)] == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 def test_wsd_is_flat_until_the_decay():
@@ -58,3 +72,5 @@ def test_unknown_kind_and_missing_total_are_errors():
         schedule("cosine", 1.0)
     with pytest.raises(ValueError, match="min_ratio"):
         schedule("exponential", 1.0, total_steps=9)
+    with pytest.raises(ValueError, match="num_cycles must be 1 or more, got 0"):
+        schedule("cosine", 1.0, total_steps=9, num_cycles=0)

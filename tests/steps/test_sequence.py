@@ -160,6 +160,7 @@ def alone(mode):
 CUT = [*(({"shard": 2, "sequence": 2}, mode) for mode in losses.MODES), ({"sequence": 2}, losses.MODES[0])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "mode"), [*CUT, ({"sequence": 4}, losses.MODES[1])], ids=str)
 def test_updates_are_those_of_one_process(axes, mode):
     expected, found = alone(mode), simulate(axes, partial(updates, batch=ROWS, weight_mode=mode))
@@ -172,6 +173,7 @@ def test_updates_are_those_of_one_process(axes, mode):
             assert number == pytest.approx(numbers_[name], abs=1e-10, rel=1e-8, nan_ok=True), name
 
 
+@pytest.mark.slow
 def test_passes_without_gradients_are_those_of_one_process():
     lm, value = (model_and_params("qwen2", head, 8) for head in ("lm", "value"))
     batch, cut = tiny.experience(11, 6), MicroBatching(size=2)

@@ -223,6 +223,7 @@ def updated(model, params, batch, mesh, optimizer):
     )(init_state(fsdp.shard(params, mesh), optimizer), batch)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "lm"), [(2, True), (3, True), (3, False)])
 def test_what_is_outside_the_layers_is_gathered_once_for_a_mini_batch_and_changes_no_bit(stage, lm, monkeypatch):
     """Two mini-batches, each of two passes on each rank; then four passes without gradients."""
@@ -302,6 +303,7 @@ def test_what_was_gathered_for_a_mini_batch_is_gone_when_its_step_is_made(monkey
     assert counted == [0] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_passes_without_gradients_are_those_of_one_process(stage):
     lm, value = (tiny.model_and_params(head) for head in ("lm", "value"))

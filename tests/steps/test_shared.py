@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from fppo.batch import RowInputs
 from fppo.runtime.simulate import simulate
-from fppo.steps import shared
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.packed import gathered, own_tokens
 from fppo.steps.shared import (
@@ -40,19 +39,14 @@ def padded(rows):
     return tokens, mask
 
 
-def made(rows):
-    return sort_rows(*padded(rows), WIDTH)
+def made(rows, step=1):
+    return sort_rows(*padded(rows), WIDTH, step=step)
 
 
 def trie(rows):
     """The distinct beginnings of rows: one for each distinct token."""
     whole = [tuple(prompt) + tuple(response) for prompt, response in rows]
     return {row[:n] for row in whole for n in range(1, len(row) + 1)}
-
-
-@pytest.fixture(autouse=True)
-def every_token(monkeypatch):
-    monkeypatch.setattr(shared, "STEP", 1)
 
 
 @given(ROWS)
@@ -68,9 +62,7 @@ def test_distinct_tokens_are_the_nodes_of_the_trie(rows):
 
 @given(ROWS, st.sampled_from([1, 2, 3]))
 def test_each_row_is_the_pieces_on_the_way_to_its_last_token(rows, step):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared, "STEP", step)
-        found = made(rows)
+    found = made(rows, step)
     tokens, mask = padded(rows)
     packed, flat = pack_rows(found, mask), tokens.flatten()
     begins = [0, *itertools.accumulate(piece.size for piece in packed.pieces)]
@@ -113,13 +105,11 @@ def test_micro_batches_hold_no_more_distinct_tokens_than_the_budget(rows, budget
 
 @given(ROWS, st.integers(1, 30), st.sampled_from([2, 4]))
 def test_no_more_tokens_are_computed_than_without_sharing(rows, budget, step):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared, "STEP", step)
-        found = made(rows)
-        runs = cut_runs(found, budget)
-        for own, tokens in runs:
-            assert made([rows[i] for i in own]).tokens == tokens
-            assert tokens <= budget or len(own) == 1
+    found = made(rows, step)
+    runs = cut_runs(found, budget)
+    for own, tokens in runs:
+        assert made([rows[i] for i in own], step).tokens == tokens
+        assert tokens <= budget or len(own) == 1
     assert sum(tokens for _, tokens in runs) <= sum(found.lengths)
 
 
@@ -163,12 +153,12 @@ def test_the_gain_is_kept_by_the_cut_that_keeps_prompts_together():
     numbers = torch.arange(32).repeat_interleave(8)
     mask = torch.arange(256 + 64) < 256 + sizes[:, None]
     tokens = torch.where(torch.arange(320) < 256, numbers[:, None], torch.randint(10**6, (256, 320), generator=g))
-    found, lengths = sort_rows(tokens, mask, 256), mask.sum(1).tolist()
+    found, lengths = sort_rows(tokens, mask, 256, step=1), mask.sum(1).tolist()
     budget = MicroBatching(token_budget=4096)
     plain, kept = partition(lengths, budget), partition_shared(found, budget)
 
     def computed(parts):
-        return sum(sort_rows(tokens[part], mask[part], 256).tokens for part in parts) / sum(lengths)
+        return sum(sort_rows(tokens[part], mask[part], 256, step=1).tokens for part in parts) / sum(lengths)
 
     assert computed(plain) > 0.8
     assert computed(kept) == pytest.approx(found.tokens / sum(lengths))
@@ -177,13 +167,12 @@ def test_the_gain_is_kept_by_the_cut_that_keeps_prompts_together():
     assert (len(plain), len(kept)) == (20, 6)
 
 
-def test_rows_share_prompts_whole_and_more_in_steps(monkeypatch):
-    monkeypatch.setattr(shared, "STEP", 2)
-    assert made([([1, 2, 3], [1, 1, 1, 5]), ([1, 2, 3], [1, 1, 1, 6])]).depths == [0, 5]
-    assert made([([1, 2, 3], [1, 1]), ([1, 2], [3, 1, 1])]).depths == [0, 5]  # the same rows in full
-    assert made([([1, 2, 3], [1]), ([1, 2, 4], [1])]).depths == [0, 2]
-    assert made([([1, 2, 3, 4], [1]), ([1, 2, 3, 5], [1])]).depths == [0, 2]  # no prompt as a whole
-    assert made([([1], [1]), ([1], [2])]).depths == [0, 1]
+def test_rows_share_prompts_whole_and_more_in_steps():
+    assert made([([1, 2, 3], [1, 1, 1, 5]), ([1, 2, 3], [1, 1, 1, 6])], 2).depths == [0, 5]
+    assert made([([1, 2, 3], [1, 1]), ([1, 2], [3, 1, 1])], 2).depths == [0, 5]  # the same rows in full
+    assert made([([1, 2, 3], [1]), ([1, 2, 4], [1])], 2).depths == [0, 2]
+    assert made([([1, 2, 3, 4], [1]), ([1, 2, 3, 5], [1])], 2).depths == [0, 2]  # no prompt as a whole
+    assert made([([1], [1]), ([1], [2])], 2).depths == [0, 1]
 
 
 def test_rows_of_other_images_share_nothing():
@@ -194,7 +183,7 @@ def test_rows_of_other_images_share_nothing():
     rows = [([1, 1], [1]), ([1, 1], [2]), ([1, 1], [3]), ([1, 1], [4])]
     tokens, mask = padded(rows)
     own = distinct_inputs(tokens, [one, other, one, None])
-    found = sort_rows(own, mask, WIDTH)
+    found = sort_rows(own, mask, WIDTH, step=1)
     assert sorted(found.depths) == [0, 0, 0, 2]
     assert distinct_inputs(tokens, None) is tokens
 

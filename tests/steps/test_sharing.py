@@ -91,6 +91,7 @@ def shares_tokens(batch, forward):
     return found.shared is not None and len(found.real.index) < int(batch.attention_mask.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*CONFIGS, *EXPERTS])
 def test_every_family_gives_outputs_and_gradients_of_rows_apart(name):
     model, params = make(name)
@@ -102,6 +103,7 @@ def test_every_family_gives_outputs_and_gradients_of_rows_apart(name):
     check_same(outputs_of(params, batch, shared, names), outputs_of(params, batch, apart, names))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["eager", "sdpa", "cpp"])
 @pytest.mark.parametrize("head", ["lm", "value"])
 @settings(max_examples=8)
@@ -160,6 +162,7 @@ def test_slices_of_rows_with_images_are_those_of_rows_apart(ranks):
         close(sum(own[name] for *_, own in found), grad, f"gradient of {name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{}, {"replicate": 3}, {"shard": 2}, {"sequence": 4}, {"tensor": 2}, {"pipeline": 2}])
 def test_passes_without_gradients_keep_the_order_of_rows(axes):
     batch = alike(11, 10, each=4)
@@ -230,6 +233,7 @@ AXES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", AXES, ids=str)
 @pytest.mark.parametrize("name", ["qwen2", "glm4_moe"])
 def test_updates_are_those_of_rows_apart_on_one_rank(name, axes):
@@ -322,6 +326,7 @@ def test_an_update_tells_what_its_passes_saved(axes):
         assert metrics.report(report)["perf/shared_flops/actor"] == pytest.approx(1 - work[1] / work[0])
 
 
+@pytest.mark.slow
 def test_mini_batches_drawn_by_prompt_save_as_much_as_one_batch():
     model, params = make("qwen2")
     forward, batch = Forward(model, share_prompts=True), tiny.experience(7, 16)

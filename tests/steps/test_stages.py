@@ -54,6 +54,7 @@ def ready(mesh, virtual=1, stage=3):
     return attrs.evolve(mesh, sharding=sharding, virtual_stages=virtual)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "virtual"), MESHES, ids=str)
 def test_outputs_values_and_scores_are_those_of_one_process(axes, virtual):
     (policy, policy_params), (critic, critic_params) = deep(), deep("value")
@@ -111,6 +112,7 @@ UPDATES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UPDATES)
 def test_updates_are_those_of_one_process(name):
     """The supervised one with a loss that is scaled."""
@@ -118,6 +120,7 @@ def test_updates_are_those_of_one_process(name):
     assert_same({"pipeline": 2}, UPDATES[name], optimizer=own, virtual=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["replicate", "shard"])
 def test_ranks_with_some_of_the_rows_select_tokens_and_weigh_rows_of_all(axis):
     """By all of a mini-batch, as one process does, and each takes those of its own rows."""
@@ -125,6 +128,7 @@ def test_ranks_with_some_of_the_rows_select_tokens_and_weigh_rows_of_all(axis):
     assert_same({axis: 2}, update)
 
 
+@pytest.mark.slow
 def test_more_ranks_than_stages_on_each_take_turns_too():
     """Two micro-batches, and a blank one, as stages in turns need as many as there are ranks."""
     assert_same({"pipeline": 3}, UpdateSupervised, virtual=2, layers=6)

@@ -44,6 +44,7 @@ def update(name, head, mesh, again):
     return models.whole_params(model, state.params, mesh), metrics.report(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, len(LAYOUTS)))])
 def test_every_mesh_makes_the_update_of_one_process(number):
     name, head, axes, stage, again = LAYOUTS[number]

@@ -56,6 +56,7 @@ def _cross_entropy(prompts, responses):
     return loss.item(), {name: x.grad for name, x in module.named_parameters()}
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(rows=st.integers(1, 6), seed=st.integers(0, 10_000))
 def test_the_gradient_is_that_of_the_plain_cross_entropy_in_any_cut(rows, seed):
@@ -84,6 +85,7 @@ def test_demonstrations_are_padded_like_a_rollout():
         demonstrations([[5], []], [[6], [7]], pad_token_id=0)
 
 
+@pytest.mark.slow
 def test_it_learns_and_its_metrics_are_means_over_mini_batches():
     prompts, responses = _texts(1, 9)
     batch = demonstrations(prompts, responses, pad_token_id=0)

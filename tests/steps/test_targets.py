@@ -16,7 +16,6 @@ from fppo.models.logits import LogitForm
 from fppo.models.model import build
 from fppo.models.precision import KeepDouble
 from fppo.runtime.simulate import simulate
-from fppo.steps import shared
 from fppo.steps.forward import forward_micro_batch
 from fppo.steps.outputs import Forward
 from fppo.steps.targets import _scores, forward_targets
@@ -142,8 +141,7 @@ def test_k_targets_are_k_single_ones_and_ungraded_ones_have_no_gradient(seed):
     torch.testing.assert_close(together[1], grads, rtol=0.0, atol=1e-10)
 
 
-def test_targets_of_a_prompt_that_rows_share_are_scored_once(monkeypatch):
-    monkeypatch.setattr(shared, "STEP", 1)
+def test_targets_of_a_prompt_that_rows_share_are_scored_once():
     model, params = MODEL, PARAMS
     batch = rows(3, 4, 1, alike=True)
     targets = torch.cat([batch.tokens[:, 1:], batch.tokens[:, :1]], 1)[..., None]

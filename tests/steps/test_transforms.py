@@ -190,6 +190,7 @@ def test_all_transforms_of_an_adapter(base):
     check_all(partial(loss, forward=Forward(model), terms=SMOOTH), {name: x + 0.1 for name, x in params.items()})
 
 
+@pytest.mark.slow
 def test_all_transforms_of_values_and_hidden_states():
     critic, params = tiny.model_and_params("value")
     for model, start, output in ((critic, params, "values"), (MODEL, PARAMS, "hidden")):

@@ -24,7 +24,7 @@ def test_log_probs_and_gradients_are_transformers(name):
     expected = theirs(module, record)
     weighted(expected).backward()
     gradients = {path: torch.zeros_like(x) if x.grad is None else x.grad for path, x in module.named_parameters()}
-    assert any(x.any() for path, x in gradients.items() if path in model.seeing)
+    assert any(x.any() for path, x in gradients.items() if path in model.vision_params)
     forward, every = Forward(model), [0, 1, 2, 3, 4]
     cases = [
         (forward, [every]),

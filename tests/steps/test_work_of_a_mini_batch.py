@@ -147,6 +147,7 @@ def waits_of(fn):
     return [*written.found, *waits.found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remove_padding", [True, False])
 @pytest.mark.parametrize("head", ["lm", "value"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -33,7 +33,7 @@ def engine(request, lent):
             yield started
 
 
-CUT = Sampling(temperature=0.7, top_k=8, top_p=0.9, n=3, max_tokens=12, stop_token_ids=STOPS)
+CUT = Sampling(temperature=0.7, top_k=8, top_p=0.9, min_p=0.05, n=3, max_tokens=12, stop_token_ids=STOPS)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_log_probs_are_the_trainers_for_every_version_of_the_tower(name, monkeyp
     read = {n for n, x in params.items() for _ in weight_names(model)(n, x)}
     with forks(), start(model, send="changed", probe="always", options={"host": host}) as engine:
         for version in range(3):
-            seeing = model.seeing if version == 1 else params.keys()
+            seeing = model.vision_params if version == 1 else params.keys()
             params = params | {n: x for n, x in make(name, seed=version)[1].items() if n in seeing}
             rollout = engine.generate(params, Ask(prompts, SAMPLING, Key(3), version=version))
             assert (rollout.rollout_log_probs - trainers(model, params, rollout)).abs().max() < 1e-5
@@ -51,7 +51,7 @@ def test_log_probs_are_the_trainers_for_every_version_of_the_tower(name, monkeyp
         assert IMAGE in tokens[-width:]
         theirs = engine.log_probs([tokens], len(tokens) - width, inputs=list(record.inputs))
         assert (theirs - trainers(model, params, record)).abs().max() < 1e-5
-        one = next(n for n in params if n in model.seeing & read)
+        one = next(n for n in params if n in model.vision_params & read)
         assert 0 < engine.sync(params | {one: params[one] + 1}, version=4).tensors < len(read)
         with pytest.raises(SyncError, match=rf"missing: {one}$"):
             engine.sync({n: x for n, x in params.items() if n != one}, version=5)

@@ -17,7 +17,7 @@ from tests.vllm.conftest import process_of
 from tests.vllm.families import make
 
 PLAIN = Sampling(max_tokens=6, stop_token_ids=(5, 9, 20, 33, 40))
-CUT = Sampling(temperature=0.7, top_k=9, top_p=0.8, max_tokens=5, stop_token_ids=(5, 9, 20))
+CUT = Sampling(temperature=0.7, top_k=9, top_p=0.8, min_p=0.05, max_tokens=5, stop_token_ids=(5, 9, 20))
 
 
 def rows_of(*samplings):

@@ -8,7 +8,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here")
 from fppo.rollout import sync
 from fppo.rollout.sync import SyncError
 from fppo.rollout.vllm.options import VllmOptions, check_options
-from fppo.rollout.vllm.transfer import metadata, place, transfer_info
+from fppo.rollout.vllm.transfer import free_address, metadata, transfer_info
 from fppo.runtime.mesh import LOCAL
 from fppo.runtime.parts import dtypes_of
 from tests.vllm import store_transfer
@@ -39,7 +39,7 @@ def engine(tmp_path_factory):
 
 
 def info_of(options, bucket_bytes):
-    address, port = place(options)
+    address, port = free_address(options)
     return store_transfer.StoreInfo(
         rank=0,
         master_address=address,

@@ -235,7 +235,7 @@ def test_what_changes_on_the_way_is_named_and_the_next_sync_mends_it(host, lent,
         engine.sync(params, version=2)
         assert gap(engine, model, params) < 1e-5
         # and digested as where the trainer's weights are on a GPU and come to the engine through the host's memory
-        monkeypatch.setattr(sync, "how_of", lambda tensors: "sums")
+        monkeypatch.setattr(sync, "digest_method", lambda tensors: "sums")
         _, params = make("qwen2", seed=2)
         engine.sync(params, version=3)
         assert gap(engine, model, params) < 1e-5

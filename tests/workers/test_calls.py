@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fppo.workers import pool as pools
 from fppo.workers.calls import Mode, Patience, call
-from fppo.workers.pool import PoolRun, WorkerPool, _Worker
+from fppo.workers.pool import PoolRun
 from fppo.workers.runner import FunctionRunner
 from fppo.workers.sample import Outcome, Sample, is_asynchronous, outcome_of
 from fppo.workers.streams import CallStream
@@ -218,54 +217,6 @@ def test_so_many_numbers_may_come_with_a_score():
     assert outcome_of({"score": 1.0, **{f"{i}": 0.0 for i in range(100)}}).kind == "bad"
 
 
-@settings(max_examples=60)
-@given(st.integers(0, 200), st.integers(1, 5), st.sampled_from(["batch", "coroutines", "sample"]))
-def test_tasks_are_pieces_in_order_that_keep_all_workers_at_work(count, workers, how):
-    mode = mode_of("batch" if how == "batch" else "sample", asynchronous=how == "coroutines")
-    tasks = pools._tasks(range(count), mode, workers)
-    assert [number for task in tasks for number in task] == [*range(count)]
-    sizes = [len(task) for task in tasks]
-    assert all(sizes)
-    if how == "batch":
-        assert len(tasks) == min(count, 1)
-    elif how == "coroutines":
-        assert len(tasks) <= workers
-        assert max(sizes, default=0) == math.ceil(count / workers)
-    else:
-        assert max(sizes, default=0) == min(32, math.ceil(count / (4 * workers)))
-
-
-@pytest.mark.parametrize("how", ["sample", "coroutines", "batch"])
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_what_is_left_of_a_lost_process_is_tried_again(how, count, monkeypatch):
-    """Samples one by one: the first is at fault. Samples together: nobody knows, so that halves are tried."""
-    killed, lost = [], Outcome("timeout", text="late")
-    monkeypatch.setattr(pools, "_kill", killed.append)
-    pool = WorkerPool([], workers=2, start_limit=1.0)
-    mode = mode_of("batch" if how == "batch" else "sample", asynchronous=how == "coroutines")
-    run = pool.begin(0, mode, Patience(1.0, 1.0))
-    for number in range(9):
-        run.put(number, sample_of(number))
-    run.pending.append((8,))
-    own = [*range(2, 2 + count)]
-    channel = SimpleNamespace(close=lambda: None)
-    worker = _Worker(process=None, channel=channel, deadline=0.0, ready=True, run=run, open=[*own])  # pyright: ignore
-    pool._workers.append(worker)
-    pool._give_up(worker, lost)
-    assert killed == [worker]
-    assert pool._workers == []
-    alone = how == "sample" or count == 1
-    assert run.outcomes == ({2: lost} if alone else {})
-    assert set(run.samples) == {*range(9)} - ({2} if alone else set())
-    half = count // 2
-    left = [tuple(own[1:])] if alone else [tuple(own[:half]), tuple(own[half:])]
-    assert [*run.pending] == [*(task for task in left if task), (8,)]
-    assert run.suspects == (set() if alone else {*own})
-    run.end({own[-1]: Outcome("value", 1.0)})
-    assert own[-1] not in run.suspects
-    pool._workers.clear()
-
-
 def test_a_run_is_done_with_what_has_an_outcome_and_with_nothing_else():
     run = PoolRun(0, mode_of("sample"), Patience(1.0, 1.0), 0)
     for number in range(4):
@@ -276,43 +227,6 @@ def test_a_run_is_done_with_what_has_an_outcome_and_with_nothing_else():
     run.end({0: Outcome("error", text="no")})
     assert (run.samples, run.suspects, run.new) == ({2: sample_of(2)}, {2}, [0, 1, 2, 3])
     assert run.outcomes == {1: Outcome("value", 1.0), 3: Outcome("value", 3.0), 0: Outcome("error", text="no")}
-
-
-def test_a_process_without_work_that_is_lost_costs_nobody_anything(monkeypatch):
-    monkeypatch.setattr(pools, "_kill", lambda worker: None)
-    pool = WorkerPool([], workers=1, start_limit=1.0)
-    worker = _Worker(process=None, channel=None, deadline=0.0, ready=True)  # pyright: ignore
-    pool._workers.append(worker)
-    pool._give_up(worker, Outcome("error"))
-    assert pool._workers == []
-
-
-def test_a_worker_with_the_fewest_samples_is_next():
-    """Coroutines may join others of their run, unless one of them may be at fault."""
-    pool = WorkerPool([], workers=4, start_limit=1.0)
-    runs = [pool.begin(0, mode_of("sample", asynchronous=True), Patience(1.0, 1.0)) for _ in range(2)]
-    plain = PoolRun(0, mode_of("sample"), Patience(1.0, 1.0), closed=0)
-
-    def worker(run, count, *, ready=True):
-        return _Worker(process=None, channel=None, deadline=0.0, ready=ready, run=run, open=[*range(count)])  # pyright: ignore
-
-    own, fewer, other, unready = (
-        worker(runs[0], 3),
-        worker(runs[0], 2),
-        worker(runs[1], 1),
-        worker(None, 0, ready=False),
-    )
-    pool._workers += [own, fewer, other, unready]
-    assert pool._free(runs[0]) is fewer
-    assert pool._free(runs[1]) is other
-    assert pool._free(plain) is None
-    runs[0].suspects.add(1)
-    assert pool._free(runs[0]) is None
-    idle = worker(None, 0)
-    pool._workers.append(idle)
-    assert pool._free(runs[0]) is idle
-    assert pool._free(plain) is idle
-    pool._workers.clear()
 
 
 class Scripted:
@@ -376,47 +290,12 @@ class _Named:
     kind: str = "sample"
 
 
-@pytest.mark.parametrize("kind", ["sample", "batch"])
-def test_a_runner_calls_as_it_was_told(kind):
-    functions = [
-        _Named("here", one, False),
-        _Named("first", one, False, False),
-        _Named("second", later, True, False, kind),
-    ]
-    limits = {"time_limit": 2.0, "batch_limit": 3.0, "workers": 4, "concurrency": 5, "start_limit": 6.0}
-    runner = FunctionRunner(functions, role="tool", retries=7, **limits)
-    assert runner._mode(functions[2]) == Mode(kind, True, 2.0, 3.0, 5)
-    assert runner._mode(functions[0]) == Mode("sample", False, 2.0, 3.0, 5)
-    assert runner._numbers == {"first": 0, "second": 1}
-    assert runner.patience() == Patience(2.0, 3.0 * 4)
-    fewer = {name: x for name, x in limits.items() if name != "batch_limit"}
+def test_the_patience_of_a_batch_is_that_of_all_workers():
+    functions = [_Named("here", one, False), _Named("first", one, False, False)]
+    given = {"role": "tool", "retries": 7, "workers": 4, "concurrency": 5, "start_limit": 6.0}
+    assert FunctionRunner(functions, time_limit=2.0, batch_limit=3.0, **given).patience() == Patience(2.0, 3.0 * 4)
     for seconds, most in ((2.0, 60.0), (20.0, 120.0)):  # a minute, or six calls
-        other = FunctionRunner(functions, role="tool", **{**fewer, "time_limit": seconds})
-        assert other.patience() == Patience(seconds, most * 4)
-        assert other._mode(functions[0]).batch_limit == most
-    done = []
-    runner._pool = SimpleNamespace(**vars(pool := runner._pool), start=lambda: done.append("start"))
-    runner._pool.close = lambda: done.append("close")
-    with runner as entered:
-        assert (entered, done) == (runner, ["start"])
-    assert done == ["start", "close"]
-    assert (pool._count, pool._start_limit, pool._names) == (4, 6.0, "tool first, second")
-
-
-def test_a_batch_in_a_pool_has_the_patience_that_is_left_or_one_of_its_own():
-    functions = [_Named("first", one, False, False), _Named("second", later, True, False)]
-    limits = {"time_limit": 2.0, "batch_limit": 3.0, "workers": 4, "concurrency": 5, "start_limit": 6.0}
-    runner, asked, samples, left = FunctionRunner(functions, role="tool", **limits), [], [sample_of(0)], Patience(1, 1)
-    runner._pool = SimpleNamespace(run=lambda *args: asked.append(args) or ["outcome"])  # pyright: ignore
-    assert runner.outcomes_of(functions[1], samples, left) == ["outcome"]
-    assert runner.outcomes_of(functions[0], [], left) == []
-    for _ in range(2):
-        assert runner.outcomes_of(functions[0], samples) == ["outcome"]
-    given_left, *own = asked
-    assert given_left == (1, runner._mode(functions[1]), samples, left)
-    assert given_left[-1] is left
-    assert own == [(0, runner._mode(functions[0]), samples, Patience(2.0, 12.0))] * 2
-    assert own[0][-1] is not own[1][-1]
+        assert FunctionRunner(functions, time_limit=seconds, **given).patience() == Patience(seconds, most * 4)
 
 
 @settings(max_examples=60)

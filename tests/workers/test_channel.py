@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import pickle
 import socket
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -16,8 +14,6 @@ from hypothesis import strategies as st
 
 from fppo.rewards import RewardRunner
 from fppo.workers.channel import SECRET, Channel, ForeignBytes, WorkerChannel
-from fppo.workers.pool import PoolRun, WorkerPool, _Worker
-from fppo.workers.sample import Outcome
 from tests.rewards.samples import samples
 from tests.workers.meddling import forks_at_once, meddles
 
@@ -100,17 +96,3 @@ def test_a_byte_that_is_changed_is_noticed_or_never_a_message(message, data):
         theirs.sendall(sent)
         with contextlib.suppress(ForeignBytes):
             assert Channel(ours, KEY).receive() == []  # it would be longer
-
-
-def test_two_outcomes_of_one_sample_are_not_taken():
-    """They would be another sample's: who writes them has got hold of the worker's descriptor."""
-    outcome = tuple(Outcome("value", 1.0))
-    messages = [pickle.dumps((7, outcome)), pickle.dumps((7, outcome))]
-    channel = SimpleNamespace(flush=lambda: None, receive=lambda: messages)
-    patience, mode = SimpleNamespace(limit=1.0), SimpleNamespace(asynchronous=False, kind="sample")
-    run = PoolRun(0, mode, patience, closed=0)
-    worker = _Worker(process=None, channel=channel, deadline=0.0, ready=True, run=run, open=[7, 8])
-    pool = WorkerPool([], workers=1, start_limit=1.0)
-    with pytest.raises(ForeignBytes, match="two outcomes of one sample"):
-        pool._receive(worker)
-    assert list(run.outcomes) == [7]

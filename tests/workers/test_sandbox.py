@@ -1,20 +1,19 @@
 """Programs that mean harm, in the sandbox: none reads, writes, reaches or outlives what it should not."""
 
-import contextlib
+import errno
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
+from pathlib import Path
 
 import attrs
 import pytest
 
-from fppo.workers import sandbox
-from fppo.workers.memory import ControlGroup, WatchedSum, descendants, memory_bound
-from fppo.workers.sandbox import Sandbox, interpreter, refusal
+from fppo.workers.memory import ControlGroup, descendants, memory_bound
+from fppo.workers.sandbox import PYTHONS, Sandbox, interpreter, refusal
 
 WHY = refusal()
 sandboxed = pytest.mark.skipif(WHY is not None, reason=f"no sandbox here: {WHY}")
@@ -259,13 +258,13 @@ def test_the_memory_of_all_processes_is_bounded_together(name):
 
 
 @pytest.mark.parametrize("name", ["children", "shared mappings", "hidden"])
-def test_where_there_is_no_control_group_the_sum_is_watched(monkeypatch, name):
-    unboxed(monkeypatch)
+@pytest.mark.usefixtures("unboxed")
+def test_where_there_is_no_control_group_the_sum_is_watched(name):
     assert run(TOGETHER[name], box=SMALL).why == "memory"
 
 
-def test_what_processes_share_counts_once(monkeypatch):
-    unboxed(monkeypatch)
+@pytest.mark.usefixtures("unboxed")
+def test_what_processes_share_counts_once():
     assert run(SHARED, box=SMALL)[:3] == ("exit", 0, "held\n")
 
 
@@ -278,10 +277,10 @@ def test_a_command_is_bounded_by_a_group_or_by_the_sum():
             said = process.stdout.read()
         if isinstance(bound, ControlGroup):
             assert (said, bound.exceeded(process.pid)) == (b"", True)
-            assert bound.place.exists()
+            assert bound.directory.exists()
         else:
             assert said == b"held\n"
-    assert not isinstance(bound, ControlGroup) or not bound.place.exists()
+    assert not isinstance(bound, ControlGroup) or not bound.directory.exists()
 
 
 def test_processes_of_every_generation_are_seen():
@@ -349,27 +348,38 @@ def test_limits_that_are_none(bad):
         Sandbox(**bad)
 
 
-def unboxed(monkeypatch):
+@pytest.fixture
+def unboxed(monkeypatch, tmp_path):
     """Has programs run here as they are, without a sandbox or a control group; the commands that would have started
-    one."""
-    commands = []
+    one, the descriptors that they have, and how they start."""
+    commands, popen, mkdir = [], subprocess.Popen, os.mkdir
 
-    def started(command, files, given, bound):
-        commands.append((command, [file.fileno() for file in files]))
-        program = [sys.executable, "-I", "-S", "-c", files[0].read().decode() if len(files) > 1 else ""]
-        pipes = {"stdin": given, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen(program, **pipes, start_new_session=True)
+    def started(command, *, pass_fds, **how):
+        commands.append((command, pass_fds, how))
+        program = ""
+        if len(pass_fds) > 1:
+            with open(pass_fds[0], "rb", closefd=False) as source:
+                program = source.read().decode()
+        pipes = {name: how[name] for name in ("stdin", "stdout", "stderr", "start_new_session")}
+        return popen([sys.executable, "-I", "-S", "-c", program], **pipes)
 
-    monkeypatch.setattr(sandbox, "_started", started)
-    monkeypatch.setattr(sandbox.shutil, "which", {"bwrap": "/bin/bwrap"}.get)
-    monkeypatch.setattr(sandbox, "interpreter", lambda: "/py")
-    monkeypatch.setattr(sandbox, "memory_bound", lambda limit: contextlib.nullcontext(WatchedSum(limit)))
+    def without_groups(path, *how):
+        if "/fppo-" in os.fspath(path):
+            raise OSError(errno.EROFS, "read-only")
+        mkdir(path, *how)
+
+    bubblewrap = str(tmp_path / "bwrap")
+    Path(bubblewrap).touch(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(subprocess, "Popen", started)
+    monkeypatch.setattr(os, "mkdir", without_groups)
+    monkeypatch.setattr(os, "access", lambda path, how: path in (PYTHONS[1], bubblewrap))
     return commands
 
 
-def test_a_program_ends_by_itself_or_by_what_bounds_it(monkeypatch):
+@pytest.mark.usefixtures("unboxed")
+def test_a_program_ends_by_itself_or_by_what_bounds_it():
     """A fault of bubblewrap's own is none of the program's."""
-    unboxed(monkeypatch)
     ran = run("import sys; print(6 * 7, sys.stdin.read()); print('e', file=sys.stderr); sys.exit(3)", stdin="ab")
     assert ran[:4] == ("exit", 3, "42 ab\n", "e\n")
     assert 0 < ran.seconds < BOX.seconds
@@ -392,8 +402,8 @@ def test_a_program_ends_by_itself_or_by_what_bounds_it(monkeypatch):
 
 
 @pytest.mark.parametrize(("closed", "other"), [(1, 2), (2, 1)])
-def test_all_of_one_pipe_is_read_once_a_program_has_closed_the_other(monkeypatch, closed, other):
-    unboxed(monkeypatch)
+@pytest.mark.usefixtures("unboxed")
+def test_all_of_one_pipe_is_read_once_a_program_has_closed_the_other(closed, other):
     many = 200_000  # more than a pipe holds, so that the other has ended before all of it is read
     program = f"import os; os.close({closed}); os.fdopen({other}, 'w', closefd=False).write('a' * {many})"
     ran = run(program, box=attrs.evolve(BOX, output=many))
@@ -401,78 +411,57 @@ def test_all_of_one_pipe_is_read_once_a_program_has_closed_the_other(monkeypatch
 
 
 VIEW = (
-    "/bin/bwrap --unshare-all --unshare-user --disable-userns --die-with-parent --new-session --cap-drop ALL "
+    "{bwrap} --unshare-all --unshare-user --disable-userns --die-with-parent --new-session --cap-drop ALL "
     "--clearenv --setenv PATH /usr/bin --setenv HOME /tmp --setenv PYTHONDONTWRITEBYTECODE 1 --uid 65534 --gid 65534 "
     "--hostname sandbox --ro-bind /usr /usr --symlink usr/lib /lib --symlink usr/lib64 /lib64 --symlink usr/bin /bin "
     "--proc /proc --dev /dev --remount-ro /dev --seccomp {rules} --size 16777216 --tmpfs /tmp"
 )
 
 
-def test_the_sandbox_has_no_more_than_it_needs(monkeypatch):
-    """Word by word, since on most machines nothing else would tell."""
-    commands = unboxed(monkeypatch)
-    Sandbox(seconds=2.5, memory=1 << 28, processes=7).run("")
-    ((command, (source, rules)),) = commands
+def test_the_sandbox_has_no_more_than_it_needs(unboxed, tmp_path, monkeypatch):
+    """Word by word, since on most machines nothing else would tell; and a program is bounded before it begins."""
+    Sandbox(seconds=4.5, memory=1 << 30, processes=32).run("")
+    (((*command, launch, memory, seconds, processes, space), (source, rules), _),) = unboxed
+    view, python = VIEW.format(bwrap=tmp_path / "bwrap", rules=rules).split(), [PYTHONS[1], "-I", "-S", "-c"]
     main = ["--ro-bind-data", f"{source}", "/box/main.py", "--chdir", "/tmp", "--remount-ro", "/"]
-    limits = [f"{1 << 28}", "3", "7", f"{16 << 20}"]
-    assert command == [*VIEW.format(rules=rules).split(), *main, "/py", "-I", "-S", "-c", sandbox._LAUNCH, *limits]
+    assert command == [*view, *main, *python]
     assert refusal() is None
-    tried, (rules,) = commands[1]
-    assert tried == [*VIEW.format(rules=rules).split(), *main[3:], "/py", "-I", "-S", "-c", ""]
-    monkeypatch.setattr(sandbox, "interpreter", lambda: None)
+    tried, (rules,), _ = unboxed[1]
+    view = VIEW.format(bwrap=tmp_path / "bwrap", rules=rules).split()
+    assert tried == [*view, *main[3:], *python, ""]
+    names = ("AS", "CPU", "FSIZE", "CORE", "NOFILE", "NPROC")
+    shown = "import os, resource, sys\n"
+    shown += "os.execv = lambda path, words: print(path == sys.executable == words[0], words[1:], "
+    shown += f"[resource.getrlimit(getattr(resource, 'RLIMIT_' + x)) for x in {names}])\n"
+    monkeypatch.undo()
+    bounded = [sys.executable, "-I", "-S", "-c", shown + launch, memory, seconds, processes, space]
+    said = subprocess.run(bounded, capture_output=True, text=True, check=True).stdout
+    limits = [(x, x) for x in (1 << 30, 5, 16 << 20, 0, 128, 32)]
+    assert said == f"True ['-I', '/box/main.py'] {limits}\n"
+
+
+def test_a_python_that_no_user_can_read_is_named(unboxed, monkeypatch):
+    assert interpreter() == PYTHONS[1]
+    monkeypatch.setattr(os, "access", lambda path, how: path.endswith("bwrap"))
+    assert interpreter() is None
     assert "there is no Python that any user can read" in refusal()
 
 
 @pytest.mark.parametrize("root", [True, False])
-def test_bubblewrap_starts_as_nobody_with_nothing_of_this_process(monkeypatch, root):
-    given, nobody = [], 65534 if root else None
-    monkeypatch.setattr(sandbox, "_is_root", lambda: root)
-    begun = SimpleNamespace(pid=1)
-    monkeypatch.setattr(sandbox.subprocess, "Popen", lambda command, **how: given.append((command, how)) or begun)
-    bound = WatchedSum(1 << 30)
-    with sandbox._in_memory(b"text") as source, sandbox._in_memory(b"") as nothing:
-        assert source.read() == b"text"
-        sandbox._started(["bwrap", "x"], [source, nothing], nothing, bound)
-        ((command, how),) = given
-        assert (command, how.pop("stdin"), how.pop("pass_fds")) == (
-            ["bwrap", "x"],
-            nothing,
-            (source.fileno(), nothing.fileno()),
-        )
-        assert how == {
-            "env": {},
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.PIPE,
-            "start_new_session": True,
-            "user": nobody,
-            "group": nobody,
-            "extra_groups": [] if root else None,
-        }
+def test_bubblewrap_starts_as_nobody_with_nothing_of_this_process(unboxed, monkeypatch, root, tmp_path):
+    nobody = 65534 if root else None
+    monkeypatch.setattr(os, "getuid", lambda: 0 if root else 1000)
+    assert run("print(1)").out == "1\n"
+    ((_, _, how),) = unboxed
+    del how["stdin"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+    assert how == pipes | {"env": {}, "user": nobody, "group": nobody, "extra_groups": [] if root else None}
 
-        def fails(command, **how):
-            raise OSError(1, "not permitted")
+    def fails(command, **how):
+        raise OSError(errno.EPERM, "not permitted")
 
-        monkeypatch.setattr(sandbox.subprocess, "Popen", fails)
-        with pytest.raises(
-            RuntimeError, match=f"x does not start{' as the user 65534' if root else ''}: not permitted"
-        ):
-            sandbox._started(["x"], [source], nothing, bound)
-
-
-def test_a_program_is_bounded_before_it_begins():
-    names = ("AS", "CPU", "FSIZE", "CORE", "NOFILE", "NPROC")
-    shown = (
-        "import os, resource, sys\nos.execv = lambda path, words: print(path == sys.executable == words[0], words[1:], "
-    )
-    shown += f"[resource.getrlimit(getattr(resource, 'RLIMIT_' + x)) for x in {names}])\n"
-    command = [sys.executable, "-I", "-S", "-c", shown + sandbox._LAUNCH, f"{1 << 30}", "5", "32", f"{1 << 20}"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    limits = [(x, x) for x in (1 << 30, 5, 1 << 20, 0, 128, 32)]
-    assert said == f"True ['-I', '/box/main.py'] {limits}\n"
-
-
-def test_the_first_python_that_may_be_run_is_taken(monkeypatch):
-    monkeypatch.setattr(sandbox, "PYTHONS", ("/nowhere", sys.executable, "/other"))
-    assert interpreter() == sys.executable
-    monkeypatch.setattr(sandbox, "PYTHONS", ("/nowhere", __file__))
-    assert interpreter() is None
+    monkeypatch.setattr(subprocess, "Popen", fails)
+    with pytest.raises(
+        RuntimeError, match=f"bwrap does not start{' as the user 65534' if root else ''}: not permitted"
+    ):
+        run("print(1)")

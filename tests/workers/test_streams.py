@@ -70,6 +70,7 @@ def test_calls_in_this_process_see_the_callers_context(loops):
     assert [x.score for x in found] == [1.0 if loops else 3.0]
 
 
+@pytest.mark.slow
 def test_a_coroutine_that_blocks_costs_itself_alone():
     with_limit = Mode("sample", True, 0.5, 60.0, 8)
     pool = WorkerPool([("own", blocks)], workers=1, start_limit=60.0)

@@ -19,6 +19,7 @@ export const NUMBERS = {
   returns: { label: "Return", kind: "signed" },
   token_rewards: { label: "Token reward", kind: "signed" },
   turn_rewards: { label: "Turn reward", kind: "signed" },
+  process_rewards: { label: "Step reward", kind: "signed" },
   token_versions: { label: "Policy version", kind: "plain" },
 };
 

@@ -33,7 +33,8 @@ class TextArena:
         self._opponent = imported(opponent, "opponent") if isinstance(opponent, str) else opponent
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Begin:
-        """Begin a game, and play it up to the policy's first move. Raises ValueError if the policy never gets one."""
+        """Begin the game that the seed draws, and play it up to the policy's first move. The data `row` is not read.
+        Raises ValueError if the policy gets no move in any of several games drawn."""
         for number in range(_DRAWS):
             drawn = (seed + number * ANOTHER) % LARGE
             seed_generators(drawn, 0)
@@ -48,7 +49,7 @@ class TextArena:
     def step(self, state: Kept, reply: Reply) -> Step:
         """Make the policy's move, then the others' until it is the policy's turn again or the game is over."""
         seed_generators(state.seed, state.turn + 1)
-        game = state.held
+        game = state.environment
         done, _ = game.step(self._written(reply.text))
         messages = self._until_policy(game, state.seed, done)
         kept = Kept(state.seed, state.turn + 1, game)

@@ -24,7 +24,7 @@ class Kept(NamedTuple):
 
     seed: int
     turn: int
-    held: Any  # must pickle
+    environment: Any  # must pickle
 
 
 def seed_generators(seed: int, turn: int) -> None:
@@ -57,9 +57,9 @@ class Gym:
         """Make the policy's action. Returns the text after it, the reward, and the numbers in the environment's
         info."""
         seed_generators(state.seed, state.turn + 1)
-        text, reward, terminated, truncated, info = state.held.step(reply.text)
+        text, reward, terminated, truncated, info = state.environment.step(reply.text)
         odd = [x for x in (terminated, truncated) if not is_flag(x)]  # the caller raises ValueError for it
         done = odd[0] if odd else bool(terminated or truncated)
         numbers = {name: float(x) for name, x in info.items() if isinstance(x, bool | int | float)}
         messages = () if done else [{"role": self._role, "content": str(text)}]
-        return Step(Kept(state.seed, state.turn + 1, state.held), messages, reward, done, numbers)
+        return Step(Kept(state.seed, state.turn + 1, state.environment), messages, reward, done, numbers)

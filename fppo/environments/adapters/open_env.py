@@ -83,8 +83,8 @@ class OpenEnv:
         kept = HeldSession(session, state.seed, (*actions, action))
         return Step(kept, messages, 0.0 if seen.reward is None else seen.reward, seen.done)
 
-    def _keep(self, session: tuple[int, int], held: _OpenSession) -> None:
-        self._sessions[session] = held
+    def _keep(self, session: tuple[int, int], opened: _OpenSession) -> None:
+        self._sessions[session] = opened
         while len(self._sessions) > self._most:
             self._sessions.pop(next(iter(self._sessions))).client.close()
 

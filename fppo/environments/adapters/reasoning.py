@@ -44,7 +44,8 @@ class ReasoningGym:
         self._chances, self._worth, self._again, self._mark = chances, worth, again, mark
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Begin:
-        """Draw a question by the seed."""
+        """Draw a question by the seed. The data `row` may name its data set in the field "dataset"; else the seed draws
+        that too. Raises ValueError for a name that is not one of the data sets."""
         names = sorted(self._sets)
         name = row.get("dataset") or names[seed % len(names)]
         if name not in self._sets:

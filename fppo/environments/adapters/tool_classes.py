@@ -37,19 +37,19 @@ class ToolClass:
         """Answer the calls in a turn; a turn without calls, or a cut one, gets the episode's reward."""
         seed_generators(state.seed, state.turn + 1)
         calls = self._call.findall(reply.text)
-        answers = [{"role": "tool", **self._called(state.held, call)} for call in calls]
+        answers = [{"role": "tool", **self._called(state.environment, call)} for call in calls]
         ends = not calls or not reply.end
-        reward = state.held.get_reward() if ends and hasattr(state.held, "get_reward") else 0.0
-        return Step(Kept(state.seed, state.turn + 1, state.held), answers, reward, not calls)
+        reward = state.environment.get_reward() if ends and hasattr(state.environment, "get_reward") else 0.0
+        return Step(Kept(state.seed, state.turn + 1, state.environment), answers, reward, not calls)
 
-    def _called(self, held: Any, text: str) -> dict[str, str]:
+    def _called(self, instance: Any, text: str) -> dict[str, str]:
         name = "tool"
         try:
             call = json.loads(text)
             name = printable(str(call["name"]), 100)
-            if name not in tool_names(type(held)):
+            if name not in tool_names(type(instance)):
                 return {"name": name, "content": f"error: there is no tool {shown(name)}"}
-            return {"name": name, "content": str(getattr(held, name)(**call.get("arguments", {})))}
+            return {"name": name, "content": str(getattr(instance, name)(**call.get("arguments", {})))}
         except Exception as error:  # the policy's mistakes are answered
             return {"name": name, "content": f"error: {printable(str(error), 400)}"}
 

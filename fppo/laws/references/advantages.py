@@ -46,6 +46,27 @@ def grpo(scores: Tensor, mask: Tensor, groups: Tensor, *, scale: str = "std") ->
     return _grouped(lambda s, n, i: _deviation(s, i) / _divisor(s, scale), scores, mask, groups)
 
 
+def grpo_process(step_rewards: Tensor, mask: Tensor, groups: Tensor, *, scale: str = "std") -> Advantages:
+    """The sum of (R - mean) / (std + 1e-6) over the steps that end at a token or after it, with R the reward of a step,
+    and mean and std over the steps of the group; 0 in a group of one step. `scale` "none" leaves the division out."""
+    ends = [
+        (b, t)
+        for b, row in enumerate(mask.tolist())
+        for t, kept in enumerate(row)
+        if kept and step_rewards[b, t] == step_rewards[b, t]
+    ]
+    advantages, returns = torch.zeros_like(step_rewards), torch.zeros_like(step_rewards)
+    for i, (b, t) in enumerate(ends):
+        own = [j for j, (row, _) in enumerate(ends) if groups[row] == groups[b]]
+        r = torch.stack([step_rewards[ends[j]] for j in own]).detach()
+        normal = _deviation(r, own.index(i)) / _divisor(r, scale)
+        for s in range(t + 1):
+            if mask[b, s]:
+                advantages[b, s] += normal
+                returns[b, s] += step_rewards[b, t].detach()
+    return Advantages(advantages, returns)
+
+
 def maxrl(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
     """(S - mean) / mean, with S the row's score and the mean over its group; 0 where the mean is at most 1e-6, and for
     the only row of a group."""
@@ -88,8 +109,7 @@ def gpg(scores: Tensor, mask: Tensor, groups: Tensor, *, outcomes: Tensor | None
 
 
 def grpo_passk(scores: Tensor, mask: Tensor, groups: Tensor, *, scale: str = "std") -> Advantages:
-    """(best - second) / (std + 1e-6) for the best row of a group; 0 for all others, and where two rows share the best
-    score."""
+    """(best - second) / (std + 1e-6) for the best row of a group; 0 for all others, and where two rows are best."""
 
     def of_row(s: Tensor, n: Tensor, i: int) -> Tensor | float:
         if len(s) == 1:

@@ -16,8 +16,7 @@ from fppo.laws.references.losses import Result
 
 
 def _by_token(of_token: Callable[[Tensor, Tensor, float], Tensor], *batch: Tensor) -> Result:
-    """The loss [B, T], without metrics, of `of_token(outputs [K], old value, return)`, called for each token of
-    `batch`."""
+    """The loss [B, T], without metrics, of `of_token(outputs [K], old value, return)`, called for each token."""
     outputs, old_values, returns, mask = batch
     rows = [[outputs.new_zeros(())] * mask.shape[1] for _ in mask]
     for b, t in mask.nonzero().tolist():

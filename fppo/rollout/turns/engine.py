@@ -4,7 +4,6 @@ on."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import attrs
@@ -14,35 +13,32 @@ from torch import Tensor
 from fppo._errors import printable
 from fppo.batch import Prompts, Rollout
 from fppo.data.examples import MESSAGES
-from fppo.environments.calls import PlayedStep
 from fppo.environments.protocol import Message, Reply
-from fppo.environments.runner import Player, calls_of
+from fppo.environments.runner import Player
 from fppo.rollout.engine import Ask, Engine, Sampling
 from fppo.rollout.generated import opened
 from fppo.rollout.records import check_prompts, number_rows, response_limits
 from fppo.rollout.spread import merged_shares
-from fppo.rollout.turns.chains import Chain
+from fppo.rollout.turns.episode import Episode, PlayedRow, data_row, seeds_of
 from fppo.rollout.turns.games import DRAWS, EPISODE
-from fppo.rollout.turns.observations import Encode, said_message
-from fppo.rollout.turns.play import Agreement, Failure, Heard, Play, ReplyOf, Rules
+from fppo.rollout.turns.observations import Encode
+from fppo.rollout.turns.play import Failure, Play, ReplyOf
 from fppo.rollout.turns.record import Records
-from fppo.rollout.turns.runner import player_of
-from fppo.runtime.mesh import AXES, LOCAL, Mesh, gather_objects, place_on, ranks_on
+from fppo.runtime.mesh import AXES, LOCAL, Mesh, place_on
 from fppo.steps.ranks import deal
 
 FAILURES = "tool_failures"  # the key under which extras hold how many of a row's calls failed
 WHY = "environment_error"  # the key under which extras hold the first failed call's error, shortened
 INFO = "environment"  # the key under which extras hold an episode's numbers by name
 Thinking = Literal["keep", "drop"]
-_SEEDS = 1 << 62
 
 
 @attrs.frozen(kw_only=True)
 class TurnsEngine:
     """An engine whose responses are conversations with a tool, or episodes of an environment.
 
-    `engine` samples a turn. Each row that ended with a stop token goes to `tools`, a `Responder` or a `Player`. Their
-    messages are encoded and appended to the row as an observation, and the engine continues from there, up to
+    `engine` samples a turn. Each row that ended with a stop token goes to `tools`, a `Player`. Its messages are
+    encoded and appended to the row as an observation, and the engine continues from there, up to
     `max_turns` turns; sampled token ids stay as they are. Observations are in the attention mask and not in the
     response mask, with log-probs of 0. If the engine reports experts, each token has those of the turn that first ran
     it. `turn_ids` number the turns.
@@ -78,7 +74,7 @@ class TurnsEngine:
     """
 
     engine: Engine
-    tools: Player = attrs.field(converter=player_of)
+    tools: Player
     encode: Encode
     tokenizer: Any
     max_turns: int
@@ -100,70 +96,37 @@ class TurnsEngine:
 
         Raises ValueError for prompts with images where each turn is a row: later prompts would lack them.
         """
-        if self._anew and any(x is not None for x in ask.prompts.inputs or ()):
+        if self._row_per_turn and any(x is not None for x in ask.prompts.inputs or ()):
             raise ValueError('thinking="drop" encodes prompts anew, which cannot have images: give thinking="keep"')
         if self.tools.judges or self.draws is not None:
             ask = attrs.evolve(ask, on_finished=None)
-        n, mesh = ask.sampling.n, self.mesh
+        mesh = self.mesh
         dealt = deal(len(ask.prompts.tokens), mesh)
         reported = set(dealt[place_on(mesh, AXES)])
 
-        def on_done(chain: Chain) -> None:
-            if ask.on_finished is not None and chain.group in reported:
-                ask.on_finished(chain.row, chain.ids, chain.finish)
+        def on_done(episode: Episode) -> None:
+            if ask.on_finished is not None and episode.group in reported:
+                ask.on_finished(episode.row, episode.ids, episode.finish)
 
         check_prompts(ask.prompts.attention_mask.bool())
-        openings = self._openings(ask)
-        engine, version = self.engine, ask.version
-        with opened(engine, params, version=version, together=AXES) as requests, calls_of(self.tools) as calls:
-            axes = requests.together
-            chains = self._chains(ask, openings, merged_shares(dealt, mesh, axes))
-            Play(self._rules(ask, on_done), chains, requests, calls, self._agreement(ask, axes)).run()
+        openings, reply = self._openings(ask), self._replies(ask.sampling)
+        with opened(self.engine, params, version=ask.version, together=AXES) as requests, self.tools.open() as calls:
+            episodes = self._episodes(ask, openings, merged_shares(dealt, mesh, requests.together))
+            Play(self, ask, episodes, requests, calls, reply, on_done).run()
         records = Records(
             ask=ask,
-            shares=[[prompt * n + j for prompt in share for j in range(n)] for share in dealt],
             mesh=mesh,
             pad_token_id=self.pad_token_id,
             device=next((x.device for x in params.values() if isinstance(x, Tensor)), ask.prompts.tokens.device),
             judges=self.tools.judges,
-            anew=self._anew,
+            row_per_turn=self._row_per_turn,
         )
-        own = [chain for chain in chains if chain.group in reported]
-        return records.rollout(own, lambda chain: self._extras(chain, openings[chain.row], ask.sampling))
+        own = [episode for episode in episodes if episode.group in reported]
+        return records.rollout(own, lambda episode: self._extras(episode, openings[episode.row], reply))
 
     @property
-    def _anew(self) -> bool:
+    def _row_per_turn(self) -> bool:
         return self.thinking == "drop"
-
-    def _rules(self, ask: Ask, on_done: Callable[[Chain], None]) -> Rules:
-        most = ask.sampling.max_tokens
-        return Rules(
-            sampling=ask.sampling,
-            key=ask.key,
-            offset=ask.offset,
-            judges=self.tools.judges,
-            max_turns=self.max_turns,
-            turn_tokens=min(self.turn_tokens or most, most),
-            encode=self.encode,
-            reply=self._replies(ask.sampling),
-            prompt=self.prompt,
-            prompt_tokens=self.prompt_tokens,
-            failure=self.failure,
-            anew=self._anew,
-            said=partial(said_message, self.tokenizer),
-            on_done=on_done,
-        )
-
-    def _agreement(self, ask: Ask, axes: Sequence[str]) -> Agreement:
-        """How the ranks of these axes share the player's calls and their results."""
-        device = ask.prompts.tokens.device
-
-        def gathered(heard: Heard) -> Heard:
-            plain = [[row, [*played._replace(info=dict(played.info))]] for row, played in heard]
-            every = gather_objects(plain, self.mesh, axes, device)
-            return [(row, PlayedStep(*played)) for rank in every for row, played in rank]
-
-        return Agreement(ranks_on(self.mesh, axes), place_on(self.mesh, axes), gathered)
 
     def _openings(self, ask: Ask) -> list[list[Message]]:
         """The messages that each row's episode begins with."""
@@ -176,33 +139,27 @@ class TurnsEngine:
         pairs = zip(openings, drawn, strict=True)
         return [[*messages[:-1], {**messages[-1], DRAWS: draws}] for messages, draws in pairs]
 
-    def _chains(self, ask: Ask, openings: Sequence[list[Message]], groups: Sequence[int]) -> list[Chain]:
+    def _episodes(self, ask: Ask, openings: Sequence[list[Message]], groups: Sequence[int]) -> list[Episode]:
         """Make the episodes of the prompts numbered `groups`, before they begin; `openings` are the messages of each
         row."""
         prompts, n, limits = ask.prompts, ask.sampling.n, response_limits(ask)
-        uniform = ask.key.fold(INFO).uniform(prompts.row_ids.cpu(), 1)[:, 0]
-        seeds, masks = (uniform * _SEEDS).long().tolist(), prompts.attention_mask.bool()
+        seeds, masks = seeds_of(ask, INFO), prompts.attention_mask.bool()
         row_ids = number_rows(ask, torch.device("cpu")).tolist()
         return [
-            Chain(
+            Episode(
                 row=row,
                 row_id=row_ids[row],
                 group=group,
-                data={**self._row(prompts, group), MESSAGES: openings[row]},
+                data={**data_row(prompts, group), MESSAGES: openings[row]},
                 seed=seeds[group],
-                prompt=prompts.tokens[group][masks[group]].tolist(),
+                rows=[PlayedRow(prompts.tokens[group][masks[group]].tolist())],
                 inputs=None if prompts.inputs is None else prompts.inputs[group],
-                most=limits[group],
-                said=list(openings[row]) if self._anew else [],
+                max_length=limits[group],
+                conversation=list(openings[row]) if self._row_per_turn else [],
             )
             for group in groups
             for row in range(group * n, (group + 1) * n)
         ]
-
-    def _row(self, prompts: Prompts, row: int) -> dict[str, Any]:
-        """A data row for an environment."""
-        own = {"ground_truth": prompts.ground_truth[row], "source": prompts.source[row], "id": prompts.ids[row]}
-        return {**own, **prompts.extras[row]}
 
     def _opening(self, prompts: Prompts, row: int) -> list[Message]:
         """The prompt as messages: a chat's own, or its text."""
@@ -230,17 +187,17 @@ class TurnsEngine:
 
         return reply
 
-    def _extras(self, chain: Chain, opening: Sequence[Message], sampling: Sampling) -> dict[str, Any]:
+    def _extras(self, episode: Episode, opening: Sequence[Message], reply: ReplyOf) -> dict[str, Any]:
         """The extras that this engine adds to a row: failures, an episode's numbers, and a game's opening, draws and
         turns."""
-        more: dict[str, Any] = {FAILURES: chain.failures} if chain.failures else {}
+        more: dict[str, Any] = {FAILURES: episode.failures} if episode.failures else {}
         if self.tools.judges:
-            more[INFO] = chain.info
-            more |= {WHY: printable(chain.why, 400)} if chain.failures else {}
+            more[INFO] = episode.info
+            more |= {WHY: printable(episode.first_failure, 400)} if episode.failures else {}
         if self.draws is not None:
-            reply, ids = self._replies(sampling), chain.reply_ids  # no ids where there was no room after a turn
-            said = [reply(own, cut=False).text for own in chain.turns]
-            last = [reply(ids, cut=chain.finish != "stop").text] if ids else []
+            ids = episode.reply_ids  # none where there was no room after a turn
+            said = [reply(own, cut=False).text for own in episode.turns]
+            last = [reply(ids, cut=episode.finish != "stop").text] if ids else []
             shown = opening[-1]
             more[EPISODE] = {"opening": shown["content"], "draws": shown[DRAWS], "turns": [*said, *last]}
         return more

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import attrs
 
-from fppo.data.chat import PLAIN, ChatOptions, EndlessTemplate, encode_chat, render_chat, write_chat
+from fppo.data.chat import PLAIN, ChatOptions, EndlessTemplate, encode_chat, end_of_turn, render_chat, write_chat
 from fppo.data.tokenizers import encode_after, within
 from fppo.environments.protocol import Message, Reply
 
@@ -41,7 +42,7 @@ class PlainText:
     tokenizer: Any
 
     def __call__(self, messages: Sequence[Mapping[str, Any]], end: int) -> list[int]:
-        """The tokens of the messages' contents."""
+        """The tokens of the messages' contents, as they follow the token `end`."""
         text = "".join(message["content"] for message in messages)
         return encode_after(self.tokenizer, text, self.tokenizer.decode([end]))
 
@@ -89,7 +90,9 @@ class ChatTemplate:
         if self._calls(messages):
             call = {"name": messages[0].get("name", "tool"), "arguments": {_MARK: 1}}
             said |= {"content": "", "tool_calls": [{"type": "function", "function": call}]}
-        whole = _render(self.tokenizer, [_ASKED, said, *messages], self.options, generation=True)
+        talk = [_ASKED, said, *messages]
+        with _refusals_of(talk):
+            whole = render_chat(self.tokenizer, talk, generation=True, options=self.options)
         if whole.count(_MARK) != 1:
             raise ValueError(f"the chat template does not show once what an assistant said: {whole!r}")
         return whole.partition(_MARK)[2]
@@ -97,12 +100,8 @@ class ChatTemplate:
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The tokens of a conversation up to where the policy speaks. Raises ValueError for one that the template
         refuses."""
-        try:
+        with _refusals_of(messages):
             return encode_chat(self.tokenizer, messages, options=self.options)
-        except EndlessTemplate:
-            raise
-        except Exception as error:  # templates raise what they like
-            raise _refused(messages, error) from error
 
     def _calls(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         return self.behind_calls and messages[0]["role"] == "tool"
@@ -156,14 +155,11 @@ def chat_template(tokenizer: Any, *, roles: Sequence[str] = (), options: ChatOpt
 def _in_place(template: ChatTemplate) -> ChatTemplate:
     """Set `in_place` if the template ends the last turn and earlier turns differently: gpt-oss samples <|return|>, and
     its template writes <|end|> in earlier turns."""
-    said = [_ASKED, {"role": "assistant", "content": _MARK}]
-    last = _render(template.tokenizer, said, template.options, generation=False).partition(_MARK)[2]
-    earlier = template.tail([_ASKED])
-    ends = [
-        next((x for x in template.encoded(text.lstrip())[:1] if x in template.special()), None)
-        for text in (last, earlier)
-    ]
-    return template if None in ends or ends[0] == ends[1] else attrs.evolve(template, in_place=tuple(ends))
+    last = end_of_turn(template.tokenizer, options=template.options)
+    earlier = next(iter(template.encoded(template.tail([_ASKED]).lstrip())), None)
+    if last is None or earlier not in template.special() or earlier == last:
+        return template
+    return attrs.evolve(template, in_place=(last, earlier))
 
 
 def said_message(tokenizer: Any, reply: Reply, before: Sequence[int]) -> Message:
@@ -208,15 +204,14 @@ def _forgets(tokenizer: Any, role: str, options: ChatOptions) -> bool:
     return False
 
 
-def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, generation: bool) -> str:
+@contextmanager
+def _refusals_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """Turn a template's error into a ValueError that names the messages' roles."""
     try:
-        return render_chat(tokenizer, messages, generation=generation, options=options)
+        yield
     except EndlessTemplate:
         raise
     except Exception as error:  # templates raise what they like
-        raise _refused(messages, error) from error
-
-
-def _refused(messages: Sequence[Mapping[str, Any]], error: Exception) -> ValueError:
-    roles = [message["role"] for message in messages]
-    return ValueError(f"the chat template refuses messages of the roles {roles}: {error}"[:1000])
+        roles = [message["role"] for message in messages]
+        text = f"the chat template refuses messages of the roles {roles}: {error}"
+        raise ValueError(text[:1000]) from error

@@ -1,169 +1,169 @@
-"""Assemble the rollout of episodes that several ranks played."""
+"""Make rollouts of played rows: one builder for all engines of episodes, on one rank or several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import attrs
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from fppo.batch import Column, Prompts, Rollout, extend, repeat
+from fppo import batch as batches
+from fppo.batch import Column, Prompts, Rollout
 from fppo.data.examples import MESSAGES
-from fppo.episodes import EpisodeCut, cut
 from fppo.rollout.engine import Ask
-from fppo.rollout.records import completed_experts, number_rows, tensor_of
-from fppo.rollout.turns.chains import Chain
+from fppo.rollout.records import completed_experts, number_rows, rollout_of_columns, tensor_of
+from fppo.rollout.turns.episode import Episode, PlayedRow
 from fppo.runtime.mesh import AXES, Mesh, gather_objects
 from fppo.steps.ranks import collect
 from fppo.tree import replace
 
 
+def padded_prompts(prompts: Sequence[Sequence[int]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tokens [B, P] of prompts, padded on the left, and their attention mask."""
+    tokens = [torch.tensor(ids, dtype=torch.int64) for ids in prompts]
+    seen = [torch.ones(len(ids), dtype=torch.bool) for ids in prompts]
+    whole = pad_sequence(tokens, True, pad_token_id, "left")
+    return whole.to(device), pad_sequence(seen, True, False, "left").to(device)
+
+
+def response_columns(rows: Sequence[PlayedRow], width: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The columns [B, T] of rows' responses, at `width` positions, with log-probs in `dtype`. "present" marks tokens,
+    and turn_ids >= 0 those that the policy drew; elsewhere log-probs, versions and rewards are 0."""
+    turns = [turn for row in rows for turn in row.turns]
+    sizes = tensor_of([size for turn in turns for size in (len(turn.before), len(turn.answer.tokens))], torch.int64)
+    numbers = tensor_of([number for turn in turns for number in (-1, turn.number)], torch.int32)
+    present = torch.arange(width) < tensor_of([row.size for row in rows], torch.int64)[:, None]
+    turn_ids = torch.full(present.shape, -1, dtype=torch.int32)
+    turn_ids[present] = numbers.repeat_interleave(sizes)
+    chosen = turn_ids >= 0
+
+    def drawn(name: str, dtype: torch.dtype) -> Tensor:
+        whole = torch.zeros(present.shape, dtype=dtype)
+        if turns:
+            whole[chosen] = torch.cat([getattr(turn.answer, name) for turn in turns]).to(dtype)
+        return whole
+
+    tokens, rewards = drawn("tokens", torch.int64), torch.zeros(present.shape)
+    tokens[present & ~chosen] = tensor_of([token for turn in turns for token in turn.before], torch.int64)
+    given = torch.zeros(int(sizes.sum()))
+    given[sizes.cumsum(0)[1::2] - 1] = tensor_of([turn.reward for turn in turns], torch.float32)
+    rewards[present] = given
+    return {
+        "tokens": tokens,
+        "present": present,
+        "rollout_log_probs": drawn("log_probs", dtype),
+        "sampling_log_probs": drawn("sampling_log_probs", dtype),
+        "token_versions": drawn("versions", torch.int32),
+        "turn_ids": turn_ids,
+        "turn_rewards": rewards,
+    }
+
+
+class _RowParts(NamedTuple):
+    """The parts of a row that ranks exchange."""
+
+    episode: int
+    prompt: Sequence[int] | None  # None: the one that was asked
+    observed: Sequence[int]
+    finish: str
+    extras: Mapping[str, Any]
+
+
 @attrs.frozen(kw_only=True)
 class Records:
-    """The parts of a rollout of `ask` that several ranks played; each list of `shares` has the rows of one rank of the
-    mesh."""
+    """The episodes of `ask` that several ranks played, as a rollout."""
 
     ask: Ask
-    shares: Sequence[Sequence[int]]
     mesh: Mesh
     pad_token_id: int
     device: torch.device
     judges: bool  # rewards are the player's, and prompts may be
-    anew: bool = False  # each turn is a row
+    row_per_turn: bool = False  # each turn is a row
 
-    def rollout(self, chains: Sequence[Chain], extras: Callable[[Chain], Mapping[str, Any]]) -> Rollout:
-        """The rollout, the same on every rank, from the episodes of this rank's rows, in their order. `extras` returns
-        a row's additional extras."""
-        ask, routed = self.ask, next((chain.experts[0][2] for chain in chains if chain.experts), None)
+    def rollout(self, episodes: Sequence[Episode], extras: Callable[[Episode], Mapping[str, Any]]) -> Rollout:
+        """The rollout, the same on every rank, from this rank's episodes in the order of their rows. `extras` returns
+        an episode's additional extras."""
+        version, rows = self.ask.version, [row for episode in episodes for row in episode.rows]
+        answers = [turn.answer for row in rows for turn in row.turns]
+        experts = next((x.experts for x in answers if x.experts is not None), None)
         own = {
-            "width": max((len(chain.ids) for chain in chains), default=1),
-            "routed": None if routed is None else [*routed.shape[1:], str(routed.dtype).removeprefix("torch.")],
-            "wide": any(chain.sections[0].log_probs.dtype == torch.float64 for chain in chains),
-            "newer": bool((_drawn_versions(chains) != ask.version).any()),
-            "rows": [
-                [chain.row, chain.finish, dict(extras(chain)), _opening(chain), [list(x) for x in self._cuts(chain)]]
-                for chain in chains
-            ],
+            "width": max((row.size for row in rows), default=1),
+            "experts": None if experts is None else [*experts.shape[1:], str(experts.dtype).removeprefix("torch.")],
+            "wide": any(x.log_probs.dtype == torch.float64 for x in answers),
+            "newer": any(bool((x.versions != version).any()) for x in answers),
+            "rows": [parts for episode in episodes for parts in self._parts(episode, extras(episode))],
         }
         ranks = gather_objects(own, self.mesh, AXES, self.device)
-        rows = {row: rest for rank in ranks for row, *rest in rank["rows"]}
-        prompts = repeat(self._prompts(rows), ask.sampling.n)
-        width, count = max(rank["width"] for rank in ranks), len(prompts.tokens)
-        columns = _columns(chains, width, torch.float64 if any(rank["wide"] for rank in ranks) else torch.float32)
-        all_columns = {name: self._collected(x) for name, x in columns.items()}
-        seen = all_columns.pop("seen")
-        mask, tokens, versions, rewards = (all_columns.pop(x) for x in ("chosen", "tokens", "versions", "rewards"))
-        whole = torch.cat([prompts.attention_mask.to(self.device).bool(), seen], 1)
-        rollout = extend(
-            Rollout,
-            prompts,
-            tokens=torch.cat([prompts.tokens.to(self.device), tokens.where(seen, self.pad_token_id)], 1),
-            attention_mask=whole,
-            response_mask=mask,
-            row_ids=number_rows(ask, self.device),
-            groups=prompts.row_ids.to(self.device),
-            versions=torch.full((count,), ask.version, dtype=torch.int64, device=self.device),
-            finish=Column(rows[row][0] for row in range(count)),
-            extras=Column({**prompts.extras[row], **rows[row][1]} for row in range(count)),
-            token_versions=versions.where(mask, 0) if any(rank["newer"] for rank in ranks) else None,
-            turn_rewards=rewards if self.judges else None,
-            **all_columns,
-        )
-        cuts = [[EpisodeCut(*each) for each in rows[row][3]] for row in range(count)]
-        if self.anew:
-            rollout = cut(rollout, cuts, pad_token_id=self.pad_token_id)
-        experts = next((rank["routed"] for rank in ranks if rank["routed"]), None)
-        if experts is None:
+        parts = [_RowParts(*each) for rank in ranks for each in rank["rows"]]
+        order = sorted(range(len(parts)), key=lambda number: parts[number].episode)
+        shares = [x.tolist() for x in batches.inverse(order).split([len(rank["rows"]) for rank in ranks])]
+        width, wide = max(rank["width"] for rank in ranks), any(rank["wide"] for rank in ranks)
+        columns = response_columns(rows, width, torch.float64 if wide else torch.float32)
+        columns = {name: self._collected(x, shares) for name, x in columns.items()}
+        rollout = self._joined([parts[number] for number in order], columns, any(rank["newer"] for rank in ranks))
+        kind = next((rank["experts"] for rank in ranks if rank["experts"]), None)
+        if kind is None:
             return rollout
-        routed = self._experts(chains, rollout, [len(own) for own in cuts], experts)
+        routed = self._collected(_experts(rows, rollout, kind), shares)
         return replace(rollout, routed=completed_experts(routed, rollout.attention_mask))
 
-    def _cuts(self, chain: Chain) -> list[EpisodeCut]:
-        """The rows of an episode. Unless each turn is a row there is a single one; its prompt is left out, since the
-        rollout has it already."""
-        return chain.cuts if self.anew else [EpisodeCut(())]
+    def _parts(self, episode: Episode, extras: Mapping[str, Any]) -> Iterator[_RowParts]:
+        given = {} if episode.messages is None else {MESSAGES: [*episode.messages]}
+        for row in episode.rows:
+            prompt = [*row.prompt] if given or self.row_per_turn else None
+            finish = episode.finish if row is episode.rows[-1] else "stop"
+            yield _RowParts(episode.row, prompt, [*row.observed], finish, {**given, **extras})
 
-    def _collected(self, x: Tensor, shares: Sequence[Sequence[int]] | None = None) -> Tensor:
-        return collect(x.to(self.device), self.shares if shares is None else shares, self.mesh, AXES)
+    def _collected(self, x: Tensor, shares: Sequence[Sequence[int]]) -> Tensor:
+        return collect(x.to(self.device), shares, self.mesh, AXES)
 
-    def _prompts(self, rows: Mapping[int, Sequence[Any]]) -> Prompts:
-        """The prompts that episodes began with."""
-        prompts, n = self.ask.prompts, self.ask.sampling.n
-        openings = [rows[row * n][2] for row in range(len(prompts.tokens))]
-        if not any(openings):
-            return prompts
-        asked = [
-            own[0] if own else tokens[mask.bool()].tolist()
-            for own, tokens, mask in zip(openings, prompts.tokens, prompts.attention_mask, strict=True)
-        ]
-        width = max(map(len, asked))
-        tokens = [[*[self.pad_token_id] * (width - len(ids)), *ids] for ids in asked]
-        seen = [[*[False] * (width - len(ids)), *[True] * len(ids)] for ids in asked]
-        device = prompts.tokens.device
-        columns = {"tokens": torch.tensor(tokens, device=device), "attention_mask": torch.tensor(seen, device=device)}
-        more = [{MESSAGES: own[1]} if own else {} for own in openings]
-        extras = Column({**had, **new} for had, new in zip(prompts.extras, more, strict=True))
+    def _joined(self, rows: Sequence[_RowParts], columns: Mapping[str, Tensor], newer: bool) -> Rollout:
+        """The rollout of all rows, in order; `newer`: some tokens are of later policies than the asked version."""
+        numbers = torch.tensor([row.episode for row in rows])
+        episodes = number_rows(self.ask, self.device)[numbers.to(self.device)]
+        versions = torch.full_like(episodes, self.ask.version)
+        if newer and self.row_per_turn:
+            versions = columns["token_versions"][:, 0].to(versions)
+        rollout = rollout_of_columns(
+            self._prompts(rows, numbers // self.ask.sampling.n),
+            columns,
+            pad_token_id=self.pad_token_id,
+            row_ids=torch.arange(len(rows), device=self.device) if self.row_per_turn else episodes,
+            versions=versions,
+            finish=[row.finish for row in rows],
+        )
+        return replace(
+            rollout,
+            token_versions=rollout.token_versions if newer else None,
+            turn_rewards=rollout.turn_rewards if self.judges else None,
+            episodes=episodes if self.row_per_turn else None,
+            observed=Column(row.observed for row in rows) if self.row_per_turn else None,
+        )
+
+    def _prompts(self, rows: Sequence[_RowParts], index: Tensor) -> Prompts:
+        """The prompts of rows, which belong to the asked prompts at `index` [B]."""
+        prompts = batches.rows(self.ask.prompts, index)
+        columns = {name: getattr(prompts, name).to(self.device) for name in ("tokens", "attention_mask", "row_ids")}
+        if any(row.prompt is not None for row in rows):
+            asked = zip(rows, prompts.tokens, prompts.attention_mask, strict=True)
+            ids = [row.prompt or tokens[mask.bool()].tolist() for row, tokens, mask in asked]
+            columns["tokens"], columns["attention_mask"] = padded_prompts(ids, self.pad_token_id, self.device)
+        extras = Column({**own, **row.extras} for own, row in zip(prompts.extras, rows, strict=True))
         return replace(prompts, **columns, extras=extras)
 
-    def _experts(self, chains: Sequence[Chain], rollout: Rollout, sizes: Sequence[int], kind: Sequence[Any]) -> Tensor:
-        """The experts [B, S, L, k] of a rollout. `sizes` are the numbers of rows of each episode, and `kind` is the
-        shape of a token's experts, then the name of their dtype."""
-        *shape, dtype = kind
-        ends = list(accumulate(sizes))
-        shares = [[n for row in share for n in range(ends[row] - sizes[row], ends[row])] for share in self.shares]
-        length, prompt = rollout.tokens.shape[1], rollout.tokens.shape[1] - rollout.response_mask.shape[1]
-        whole = torch.zeros(sum(sizes[chain.row] for chain in chains), length, *shape, dtype=getattr(torch, dtype))
-        first = 0
-        for chain in chains:
-            for row, end, experts in chain.experts:
-                stop = prompt - len(chain.cuts[row].prompt) + end
-                whole[first + row, stop - len(experts) : stop] = experts.cpu()
-            first += sizes[chain.row]
-        return self._collected(whole, shares)
 
-
-def _opening(chain: Chain) -> list[Any] | None:
-    """The prompt that the player gave an episode: tokens and messages."""
-    return None if chain.messages is None else [list(chain.prompt), chain.messages]
-
-
-def _drawn_versions(chains: Sequence[Chain]) -> Tensor:
-    """The versions of the policies that drew the tokens, int32 [N]."""
-    drawn = [x.versions for chain in chains for x in chain.sections if x.turn]
-    return torch.cat(drawn) if drawn else torch.zeros(0, dtype=torch.int32)
-
-
-def _columns(chains: Sequence[Chain], width: int, wide: torch.dtype) -> dict[str, Tensor]:
-    """The columns of responses, each [b, T]."""
-    lengths = tensor_of([len(chain.ids) for chain in chains], torch.int64)
-    seen, sections = torch.arange(width) < lengths[:, None], [x for chain in chains for x in chain.sections]
-
-    def column(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Concatenate the values of all sections, and lay them out at their places."""
-        whole = torch.zeros(len(chains), width, dtype=dtype)
-        if parts:
-            whole[seen] = torch.cat([*parts]).to(dtype)
-        return whole
-
-    numbers = tensor_of([x.turn for x in sections], torch.int32)
-    turns = column(
-        [numbers.repeat_interleave(tensor_of([x.tokens.numel() for x in sections], torch.int64))], torch.int32
-    )
-    rewards = torch.zeros(len(chains), width)
-    given = [(row, *each) for row, chain in enumerate(chains) for each in chain.rewards.items()]
-    if given:
-        rows, places, values = zip(*given, strict=True)
-        rewards[tensor_of(rows, torch.int64), tensor_of(places, torch.int64)] = tensor_of(values, torch.float32)
-    return {
-        "tokens": column([x.tokens for x in sections], torch.int64),
-        "seen": seen,
-        "chosen": turns > 0,
-        "rollout_log_probs": column([x.log_probs for x in sections], wide),
-        "sampling_log_probs": column([x.sampling_log_probs for x in sections], wide),
-        "versions": column([x.versions for x in sections], torch.int32),
-        "turn_ids": turns - 1,
-        "rewards": rewards,
-    }
+def _experts(rows: Sequence[PlayedRow], rollout: Rollout, kind: Sequence[Any]) -> Tensor:
+    """The experts [b, S, L, k] of rows; `kind` is the shape of a token's experts, then the name of their dtype."""
+    *shape, dtype = kind
+    length, width = rollout.tokens.shape[1], rollout.response_mask.shape[1]
+    whole = torch.zeros(len(rows), length, *shape, dtype=getattr(torch, dtype))
+    for place, row in enumerate(rows):
+        end = length - width - 1  # an answer's last token is not run for it
+        for turn in row.turns:
+            end += len(turn.before) + len(turn.answer.tokens)
+            if turn.answer.experts is not None:
+                whole[place, end - len(turn.answer.experts) : end] = turn.answer.experts.cpu()
+    return whole

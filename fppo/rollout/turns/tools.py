@@ -18,13 +18,12 @@ from typing import Any
 
 import attrs
 
-from fppo.environments.calls import message_problem
+from fppo.environments.calls import CALL, PlayerCall, message_problem
 from fppo.environments.protocol import Message
 from fppo.workers.imports import imported
 from fppo.workers.sample import Sample
 
 Respond = Callable[[list[Message]], Any]
-CONVERSATION = "conversation"  # the key under which a worker's sample holds the conversation
 _LONGEST = 64  # characters of an expression
 _PLACES = 4  # decimals of a result
 
@@ -97,15 +96,21 @@ def resolve(name: str) -> Respond:
     return TOOLS[name]
 
 
+def with_turn(call: PlayerCall) -> list[Message]:
+    """The conversation of a call, and the policy's turn after it."""
+    assert call.reply is not None
+    return [*call.state, {"role": "assistant", "content": call.reply.text, "end": call.reply.end}]
+
+
 @attrs.frozen
 class SampleTool:
-    """A tool as worker processes call it: a sample holds the conversation, and the result comes back as JSON in
-    "answer"."""
+    """A tool as worker processes call it: a sample holds a `PlayerCall`, whose state is the conversation so far, and
+    the result comes back as JSON in "answer"."""
 
     respond: Respond
 
     def __call__(self, sample: Sample) -> Any:
-        result = self.respond([dict(message) for message in sample.extras[CONVERSATION]])
+        result = self.respond([dict(message) for message in with_turn(sample.extras[CALL])])
         return _later(result) if inspect.isawaitable(result) else _packed(result)
 
 

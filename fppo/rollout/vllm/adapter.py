@@ -76,9 +76,13 @@ def lost_modules(
     came: Mapping[str, tuple[Tensor, Tensor]],
     slot: int,
 ) -> list[str]:
-    """Name the modules of a vLLM worker whose `slot` lacks factors that were sent, or holds factors that were not.
-    `came` has the scaled factors A and B of each weight, and `packed` the weights that a module fuses. If there are
-    several workers, each holds the parts that its modules cut."""
+    """Name the modules of a vLLM worker whose `slot` lacks adapter factors that were sent, or holds factors that were
+    not; sorted.
+
+    `modules` has vLLM's modules by name, and `packed` the names of the weights that a fused module joins. `came` has
+    the scaled factors A and B that were sent, by the name of the weight. With several workers, each is compared with
+    the part of the factors that it holds.
+    """
     lost: list[str] = []
     for name, module in modules.items():
         parts = packed.get(name, [name])

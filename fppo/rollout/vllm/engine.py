@@ -18,15 +18,14 @@ from typing import Literal, NamedTuple
 import attrs
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from fppo.batch import Rollout
 from fppo.key import Key
 from fppo.models import lora
-from fppo.models.model import Model, kept_wide
+from fppo.models.model import Model, float32_names
 from fppo.rollout import sync
 from fppo.rollout.engine import Ask, Sampling
-from fppo.rollout.records import check_prompts, number_rows, response_limits, rollout_of
+from fppo.rollout.records import Response, check_prompts, number_rows, response_limits, rollout_of
 from fppo.rollout.sync import Bucket, CopyOrigin, Rename, SyncError
 from fppo.rollout.vllm.adapter import changes_something, deliver, factors_of, weights_of, with_room
 from fppo.rollout.vllm.devices import buffer_bytes
@@ -41,7 +40,6 @@ from fppo.rollout.vllm.host import (
     HostRow,
     Inputs,
     Synced,
-    check_installed,
     check_rows,
 )
 from fppo.rollout.vllm.names import Names
@@ -71,14 +69,15 @@ class VllmEngine:
     are compared with the model's own. With `send="changed"` only parameters whose digests differ are sent, those in
     `frozen` once. Adapters are merged for each sync, or sent alone (`options.adapter`). `rename` gives parameters the
     engine's names. On a sharded `mesh` parameters are shards, and every rank's engine must be synced in the same order.
-    `transfer` makes the trainer's side of a transfer engine from a vLLM plugin, in place of `options.transport`.
+    `transfer` makes the trainer's side of a transfer engine from a vLLM plugin, in place of `options.transport`, and
+    `start` makes the `Host` of a model, options and dtype, in place of `remote.start_host`.
 
     Raises ValueError without a vLLM that fppo can run on, EngineFailure if vLLM does not start or stops working, and
     SyncError if it does not hold the weights that were sent. After a failure or an interruption the next sync sends all
     weights, and starts vLLM anew if it must.
     """
 
-    def __init__(
+    def __init__(  # a script sets any of them  # noqa: PLR0913
         self,
         model: Model,
         *,
@@ -91,6 +90,7 @@ class VllmEngine:
         frozen: frozenset[str] = frozenset(),
         probe: Literal["first", "always", "never"] = "first",
         transfer: MakeInfo | None = None,
+        start: Callable[[Model, VllmOptions, str], Host] | None = None,
     ) -> None:
         self._source, self._model = model, model.plain
         self._pad, self._mesh = pad_token_id, mesh or Mesh.local()
@@ -98,15 +98,15 @@ class VllmEngine:
         check_options(self._options)
         self._alone, self._delivered = model.frozen is not None and self._options.adapter == "alone", 0  # adapters sent
         self._bucket_bytes, self._send, self._probe = bucket_bytes, send, probe
-        self._frozen = frozen | lora.kept(model) | model.fixed
+        self._frozen = frozen | lora.kept(model) | model.untrained_params
         self._rename = rename or weight_names(model)
         own = model.compute_dtype or torch.float32
         self._dtype: str = self._options.dtype or str(own).removeprefix("torch.")
         if self._dtype not in TOLERANCE:
             raise ValueError(f"dtype = {self._dtype!r}: vLLM computes in one of {sorted(TOLERANCE)}")
         # sent as they are: vLLM keeps what it computes in float32 itself, and rounds what it does not
-        self._exact = kept_wide(self._model, getattr(torch, self._dtype))
-        check_installed()
+        self._exact = float32_names(self._model, getattr(torch, self._dtype))
+        self._make_host = start
         self._info = transfer or (None if self._options.transport == "auto" else transfer_info)
         self._transfer: WeightTransfer | None = None  # of the host
         self._targets = sync.targets(self._model.whole_shapes, self._rename)
@@ -159,20 +159,11 @@ class VllmEngine:
                 self.sleep()
             except EngineDied as died:
                 self._replace(died, "all rows are done")
-        lasting = torch.tensor([len(answer.tokens) for answer in answers])
-        tokens, log_probs, sampling_log_probs = (
-            pad_sequence([torch.from_numpy(x) for x in column], batch_first=True).to(device)
-            for column in zip(*answers, strict=True)
-        )
-        return rollout_of(
-            ask,
-            tokens,
-            (torch.arange(int(lasting.max())) < lasting[:, None]).to(device),
-            log_probs,
-            sampling_log_probs,
-            row_ids=row_ids.to(device),
-            pad_token_id=self._pad,
-        )
+        rows: list[Response] = []
+        for answer in answers:
+            tokens, log_probs, others = (torch.from_numpy(x) for x in answer)
+            rows.append(Response.of(tokens, log_probs, others, ask.sampling))
+        return rollout_of(ask, rows, pad_token_id=self._pad, device=device)
 
     @contextlib.contextmanager
     def open(
@@ -206,9 +197,12 @@ class VllmEngine:
         return torch.stack([torch.from_numpy(answers[row].log_probs) for row in range(len(rows))])
 
     def sync(self, params: Mapping[str, Tensor], *, version: int) -> Synced:
-        """Make the engine hold these parameters, under this version. Every rank of a mesh that cuts them must call.
+        """Send parameters to vLLM and confirm that it holds them, as `version`. Every rank of a mesh that cuts them
+        must call.
 
-        It sends what `send` says, whatever the engine holds already.
+        With `send="all"` all are sent, even if the engine holds this version already; with "changed" only those that
+        differ. Returns the version, the numbers of tensors and bytes sent, and the seconds. Raises SyncError if vLLM
+        holds other weights than were sent, and EngineFailure if it stops. After a failure the engine holds no version.
         """
         started = time.perf_counter()
         before, self._weights = self._weights, None  # unless all goes well, the engine holds nothing that may be used
@@ -244,35 +238,35 @@ class VllmEngine:
         return Synced(version, len(sent), count, time.perf_counter() - started)
 
     def _load(
-        self, only: list[str], buckets: Iterator[Bucket], params: Mapping[str, Tensor], factors: Mapping[str, Tensor]
+        self, names: list[str], buckets: Iterator[Bucket], params: Mapping[str, Tensor], factors: Mapping[str, Tensor]
     ) -> tuple[dict[str, str], list[str]]:
         """Load these buckets and return the result of `Host.end_load`, with an adapter's digests. A rank whose
         vLLM fails still gathers the others' buckets."""
         result: tuple[dict[str, str], list[str]] = ({}, [])
-        wrong, died = self._readied(only), None
+        wrong, died = self._readied(names), None
         if self._info is not None and self._any(wrong is not None, params):
             raise wrong or DiedElsewhere("the vLLM of another rank is not ready for weights")
         try:
             if wrong is not None:
                 raise wrong
-            host, how = self._running(), sync.how_of(params.values())
-            if only and self._info is None:
+            host, how = self._running(), sync.digest_method(params.values())
+            if names and self._info is None:
                 host.begin_load(how)
                 for bucket in buckets:
                     host.take_in(bucket.tensors)
                 result = host.end_load()
-            elif only and self._info is not None:
+            elif names and self._info is not None:
                 dtypes = dtypes_of(params, self._mesh)
                 size = buffer_bytes(self._bucket_bytes, [x.nbytes for x in self._announced(dtypes, self._targets)])
                 self._transfer = self._transfer or WeightTransfer(host, self._info(self._options, size))
-                result = self._transfer.send(self._announced(dtypes, only), buckets, how)
+                result = self._transfer.send(self._announced(dtypes, names), buckets, how)
             if factors:  # loading weights removes all adapters
                 self._delivered += 1
                 result = (result[0] | deliver(host, self._delivered, self._source, factors), result[1])
             self._wake("kv_cache")
             self._broken = False
         except (EngineFailure, SyncError) as error:
-            if only and self._mesh.cuts:
+            if names and self._mesh.cuts:
                 for _ in buckets:
                     pass
             if not isinstance(error, EngineDied):
@@ -282,21 +276,21 @@ class VllmEngine:
             raise died or DiedElsewhere("the vLLM of another rank died during a sync")
         return result
 
-    def _readied(self, only: list[str]) -> EngineFailure | SyncError | None:
+    def _readied(self, names: list[str]) -> EngineFailure | SyncError | None:
         """Restart or wake vLLM if needed. Returns the error if it cannot take these weights in."""
         try:
             if self._broken:
                 self._restart()
-            self._names.check(only)
+            self._names.check(names)
             self._broken = True  # if it fails in between, vLLM has half of its modules taken apart
             self._wake("weights")
         except (EngineFailure, SyncError) as error:
             return error
         return None
 
-    def _announced(self, dtypes: Mapping[str, torch.dtype], only: Iterable[str]) -> list[Meta]:
+    def _announced(self, dtypes: Mapping[str, torch.dtype], names: Iterable[str]) -> list[Meta]:
         shapes, dtype = self._model.whole_shapes, getattr(torch, self._dtype)
-        return metadata(dtypes, shapes, only, self._rename, dtype, self._exact)
+        return metadata(dtypes, shapes, names, self._rename, dtype, self._exact)
 
     def sleep(self) -> None:
         """Release vLLM's memory for weights and cache until the next rollout, which is sent all weights.
@@ -324,7 +318,7 @@ class VllmEngine:
             transfer.close()
 
     def _start(self) -> None:
-        self._host = start_host(self._model, self._options, self._dtype)
+        self._host = (self._make_host or start_host)(self._model, self._options, self._dtype)
         modules, places = self._host.call("fppo_names", [new for own in self._targets.values() for new in own])[0]
         self._names = Names(modules, places, self._targets)
 

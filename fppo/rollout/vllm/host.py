@@ -19,7 +19,7 @@ from fppo.key import Key
 from fppo.models.vision import takes_images
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.records import check_stops
-from fppo.rollout.sync import How
+from fppo.rollout.sync import DigestMethod
 from fppo.runtime.restarts import Lost
 
 OLDEST = (0, 32)
@@ -85,7 +85,8 @@ class HostRow(NamedTuple):
 
 
 class HostDraws(NamedTuple):
-    """Draws of a row in a turn of a host: tokens and log-probs, under the whole distribution and the one drawn from."""
+    """Draws of row `number` in a host's turn: tokens, and log-probs under the whole distribution and the one drawn
+    from."""
 
     number: int
     tokens: list[int]
@@ -118,10 +119,13 @@ class Host(Protocol):
     limit: int  # the longest prompt and response together
 
     def call(self, method: str, *arguments: Any) -> list[Any]: ...  # what each of vLLM's workers returns
-    def begin_load(self, how: How, transfer: bool = False) -> None: ...
+    def begin_load(self, method: DigestMethod, transfer: bool = False) -> None: ...
     def take_in(self, tensors: Mapping[str, Tensor]) -> None: ...
     def end_load(self) -> tuple[dict[str, str], list[str]]: ...
-    def generate(self, request: HostBatch, on_answer: Callable[[int, Answer], None]) -> None: ...
+    def generate(self, request: HostBatch, on_answer: Callable[[int, Answer], None]) -> None:
+        """Generate a batch. Calls `on_answer` with a row's index in the batch and its answer, as soon as it ends."""
+        ...
+
     def begin_turns(self, adapter: int | None) -> None: ...
     def turn(self, new: Sequence[HostRow], ended: Sequence[int]) -> list[HostDraws]: ...
     def sleep(self) -> None: ...
@@ -146,7 +150,8 @@ def check_installed() -> str:
 
 
 def check_rows(ask: Ask, lengths: list[int], limits: list[int], *, size: int, limit: int) -> None:
-    """Raise ValueError for tokens beyond a vocabulary of `size` tokens, and for rows that may outgrow `limit`."""
+    """Raise ValueError for tokens beyond a vocabulary of `size` tokens, and for rows that may outgrow `limit`: prompts
+    of `lengths`, and responses of at most `limits` tokens."""
     check_stops(ask.sampling, size)
     if int(ask.prompts.tokens.where(ask.prompts.attention_mask.bool(), 0).max()) >= size:
         raise ValueError(f"prompts hold tokens beyond the model's vocabulary of {size} tokens")

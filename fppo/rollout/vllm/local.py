@@ -21,7 +21,7 @@ from fppo.batch import RowInputs
 from fppo.data.stops import StopReader, StopTexts
 from fppo.fleet.codec import PackedTree
 from fppo.models.vision import takes_images
-from fppo.rollout.sync import How, SyncError
+from fppo.rollout.sync import DigestMethod, SyncError
 from fppo.rollout.vllm.devices import GpuMemory, memory_keywords
 from fppo.rollout.vllm.host import (
     Answer,
@@ -72,11 +72,11 @@ class LocalHost:
         with self._death_noticed():
             return self._llm.collective_rpc(method, args=arguments)
 
-    def begin_load(self, how: How, transfer: bool = False) -> None:
-        """Prepare for weights, which are digested as `how` says; with `transfer` they come through vLLM's own transfer
+    def begin_load(self, method: DigestMethod, transfer: bool = False) -> None:
+        """Prepare for weights, which are digested by `method`; with `transfer` they come through vLLM's own transfer
         engine, by `call("update_weights", ...)`."""
         with _as_sync_error():
-            self.call("fppo_begin_load", how, transfer)
+            self.call("fppo_begin_load", method, transfer)
 
     def take_in(self, tensors: Mapping[str, Tensor]) -> None:
         """Load some weights. vLLM may keep them until a layer is whole, and write to them."""
@@ -188,16 +188,7 @@ class LocalHost:
         from fppo.rollout.vllm import worker
 
         sampling = row.sampling
-        drawn = worker.DrawnRow(
-            row.number,
-            row.key.seed,
-            row.row,
-            row.position,
-            sampling.temperature,
-            sampling.top_k or 0,
-            sampling.top_p,
-            sampling.greedy,
-        )
+        drawn = worker.DrawnRow(row.number, row.key, row.row, row.position, sampling.per_token)
         params = SamplingParams(
             temperature=0.0,
             max_tokens=sampling.max_tokens,
@@ -205,7 +196,7 @@ class LocalHost:
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={worker.ROW: list(drawn)},
+            extra_args={worker.ROW: drawn},
         )
         return self._prompt_of(row.tokens, row.inputs), params
 
@@ -305,8 +296,8 @@ def _adapter(number: int | None) -> Any:
 
 
 def _check_drawn(row: HostRow, output: Any, tokens: Sequence[int], own: Sequence[Any]) -> None:
-    """Raise EngineFailure if vLLM read another prompt than it was sent, or went on with other tokens than were
-    drawn."""
+    """Raise EngineFailure if vLLM, by its `output`, read another prompt than it was sent, or went on with other
+    `tokens` than fppo drew: `own` are its draws, each a token and log-probs."""
     if len(output.prompt_token_ids) != len(row.tokens) or [*output.prompt_token_ids] != [*row.tokens]:
         raise EngineFailure(f"vLLM answered another prompt than it was asked, of {len(output.prompt_token_ids)} tokens")
     drawn = [int(x[0]) for x in own]

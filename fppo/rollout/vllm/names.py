@@ -31,12 +31,12 @@ class Names:
         modules = {None, *(together.get(new) for name in changed for new in self._places_of(name))}
         return [name for name in self.targets if any(together.get(new) in modules for new in self._places_of(name))]
 
-    def check(self, only: Collection[str]) -> None:
-        """Raise SyncError unless the parameters `only` completely fill vLLM's modules. If other parameters are left
-        out, modules that get none do not count."""
-        sent = {new for name in only for new in self._places_of(name)}
+    def check(self, names: Collection[str]) -> None:
+        """Raise SyncError unless the parameters of these names completely fill vLLM's modules. If other parameters are
+        left out, modules that get none do not count."""
+        sent = {new for name in names for new in self._places_of(name)}
         modules = [set(own) for own in self.modules.values()]
-        if len(only) < len(self.targets):
+        if len(names) < len(self.targets):
             modules = [own for own in modules if own & sent]
         sync.compare_names(set().union(*modules), {name for name in sent if ".experts." not in name})
 

@@ -77,7 +77,7 @@ def own_log_probs(model: Model, params: Mapping[str, Tensor], mesh: Mesh, probe:
 
 
 def compare_log_probs(ours: Tensor, theirs: Tensor, dtype: str) -> None:
-    """Raise SyncError if the mean difference of log-probs exceeds the dtype's tolerance."""
+    """Raise SyncError if our log-probs and vLLM's differ by more than the dtype's tolerance, on average."""
     gap = float((ours - theirs).abs().mean())
     tolerance = TOLERANCE[dtype]
     if not gap <= tolerance:

@@ -24,7 +24,7 @@ from fppo.fleet.group import Ranks
 from fppo.fleet.on_ray import RayCluster, joined
 from fppo.fleet.shared import Memory
 from fppo.models.model import Model
-from fppo.rollout.sync import How, SyncError
+from fppo.rollout.sync import DigestMethod, SyncError
 from fppo.rollout.vllm.devices import EngineGpus, gpus_of
 from fppo.rollout.vllm.families import check_family
 from fppo.rollout.vllm.host import (
@@ -55,7 +55,6 @@ class RemoteHost:
     """
 
     def __init__(self, path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bool) -> None:
-        check_installed()
         self._options = options
         ranks, alone = _ranks_of(options)
         self._group = Group("vllm", ranks, patience=options.start_patience)
@@ -73,16 +72,16 @@ class RemoteHost:
             raise
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Implement `LocalHost.call`."""
+        """Run a method on each of vLLM's workers, and return their results."""
         return self._ask("call", method, *arguments)
 
-    def begin_load(self, how: How, transfer: bool = False) -> None:
-        """Implement `LocalHost.begin_load`."""
+    def begin_load(self, method: DigestMethod, transfer: bool = False) -> None:
+        """Prepare vLLM for weights, digested by `method`; with `transfer` they come by vLLM's transfer engine."""
         self._loading = None
-        self._ask("begin_load", how, transfer)
+        self._ask("begin_load", method, transfer)
 
     def take_in(self, tensors: Mapping[str, Tensor]) -> None:
-        """Implement `LocalHost.take_in`. The next call, or `end_load`, raises its errors."""
+        """Begin to load some weights. The next call, or `end_load`, raises its errors."""
         if self._memories:
             self._memories.reverse()
             packed, large = pack(dict(tensors))
@@ -94,12 +93,14 @@ class RemoteHost:
         self._loading = _begun(load)
 
     def end_load(self) -> tuple[dict[str, str], list[str]]:
-        """Implement `LocalHost.end_load`."""
+        """Wait for the last weights. Returns the digest of each weight as every worker got it, and the parameters that
+        a worker did not fill."""
         self._loaded()
         return self._ask("end_load")
 
     def generate(self, request: HostBatch, on_answer: Callable[[int, Answer], None]) -> None:
-        """Implement `LocalHost.generate`; `on_answer` is called as rows end, so answers outlive the rank."""
+        """Implement `Host.generate`. Answers come from vLLM's rank as rows end; if that rank dies, those
+        that came before stay."""
 
         def on_rows(rows: Sequence[tuple[int, Answer]]) -> None:
             for row, answer in rows:
@@ -108,19 +109,19 @@ class RemoteHost:
         self._ask("generate", request, wait="patience", fn=_answers, on_item=on_rows)
 
     def begin_turns(self, adapter: int | None) -> None:
-        """Implement `LocalHost.begin_turns`."""
+        """Prepare for rows that come and go in turns, with the adapter of this number or none. Rows still open end."""
         self._ask("begin_turns", adapter)
 
     def turn(self, new: Sequence[HostRow], ended: Sequence[int]) -> list[HostDraws]:
-        """Implement `LocalHost.turn`."""
+        """Add the rows `new`, end those with the numbers `ended`, and return the draws of all open rows in one step."""
         return [HostDraws(*each) for each in self._ask("turn", list(new), list(ended), wait="patience")]
 
     def sleep(self) -> None:
-        """Implement `LocalHost.sleep`."""
+        """Release the memory of vLLM's weights and cache; both are lost."""
         self._ask("sleep", wait="patience")
 
     def wake(self, part: str) -> None:
-        """Implement `LocalHost.wake`."""
+        """Allocate the memory of "weights" or "kv_cache" again."""
         self._ask("wake", part, wait="patience")
 
     def close(self) -> None:
@@ -146,15 +147,15 @@ class RemoteHost:
         call = partial(self._group.call, label=method, patience=getattr(self._options, wait), on_item=on_item)
         return self._call(method, partial(call, fn or getattr(LocalHost, method), self._host, *arguments), wait)
 
-    def _call(self, what: str, call: Callable[[], Any], wait: str = "start_patience") -> Any:
-        """Run a call and return the result; its errors become those of a host. Errors mention `what`, the call's name,
+    def _call(self, name: str, call: Callable[[], Any], wait: str = "start_patience") -> Any:
+        """Run a call and return the result; its errors become those of a host. Errors mention `name`, the call's name,
         and the option `wait`."""
         try:
             return call()
         except GroupDied as error:
             if not error.again:
                 raise EngineDied(f"vLLM's {error} (setting: {wait})") from error
-            silent = f"vLLM gave no sign of life for {getattr(self._options, wait):g} s (setting: {wait}), in {what}"
+            silent = f"vLLM gave no sign of life for {getattr(self._options, wait):g} s (setting: {wait}), in {name}"
             raise EngineDied(f"{silent}: {error}" if error.silent else f"vLLM's {error}") from error
         except (EngineFailure, SyncError, ValueError):
             raise
@@ -209,7 +210,9 @@ def _begun(do: Callable[[], None]) -> Future[None]:
     return result
 
 
-def _started(path: str, files: dict[str, bytes], options: VllmOptions, rest: dict[str, Any]) -> tuple[LocalHost, int]:
+def _started(
+    path: str, files: dict[str, bytes], options: VllmOptions, keywords: dict[str, Any]
+) -> tuple[LocalHost, int]:
     """Start vLLM with the config that came as files. Returns its host, and the most tokens of a prompt and its response
     together."""
     for name in NOT_FOR_VLLM:
@@ -217,7 +220,7 @@ def _started(path: str, files: dict[str, bytes], options: VllmOptions, rest: dic
     with TemporaryDirectory() as directory:
         for name, content in files.items():
             (Path(directory) / name).write_bytes(content)
-        host = LocalHost(directory if files else path, options, **rest)
+        host = LocalHost(directory if files else path, options, **keywords)
     return host, host.limit
 
 
@@ -236,7 +239,9 @@ def _answers(host: LocalHost, request: HostBatch) -> Iterator[list[tuple[int, An
 
 
 def start_host(model: Model, options: VllmOptions, dtype: str) -> Host:
-    """Start vLLM for the model, whose weights are still to come. Raises ValueError for a model that vLLM cannot run."""
+    """Start vLLM for the model, whose weights are still to come. Raises ValueError without a vLLM that fppo can run on,
+    and for a model that vLLM cannot run."""
+    check_installed()
     check_family(model.whole_config, tensor_parallel=options.tensor_parallel, alone=options.adapter == "alone")
     give_memory_back()
     remote = model.trust_remote_code

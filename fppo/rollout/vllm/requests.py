@@ -116,7 +116,7 @@ class VllmRequests:
         return RequestCounts(len(self._new), len(self._open) - len(self._new), len(self._kept))
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Implement `Requests.add`."""
+        """Queue requests, all of them or none, for vLLM; see `Requests.add` for its errors."""
         waiting = len(self._new) + len(requests)
         if self._most_waiting is not None and waiting > self._most_waiting:
             raise QueueFull(f"{waiting} requests would wait, and at most {self._most_waiting} may: add them later")
@@ -124,7 +124,7 @@ class VllmRequests:
         check_without(requests, "vLLM here")
         for request in requests:
             before = 0 if request.after is None else len(self._kept[request.after][0])
-            check_tokens(request, before, size=self._size, limit=self.limit, why=_WHY)
+            check_tokens(request, before, size=self._size, limit=self.limit, limit_text=_WHY)
             self._check_inputs(request)
         for request in requests:
             ids, inputs = ([], request.inputs) if request.after is None else self._kept[request.after]
@@ -135,8 +135,11 @@ class VllmRequests:
             self._open[request.name] = self._rows[row.number] = row
             self._new.append(row)
 
-    def step(self) -> StepResult:
-        """Implement `Requests.step`."""
+    def step(self, most: int | None = None) -> StepResult:
+        """Send new requests to vLLM, and return the tokens of one of its steps and the requests that ended. vLLM
+        decides how many tokens that is, so `most` is ignored. If vLLM died it is replaced, and open requests are sent
+        anew."""
+        del most
         finished, self._cancelled = self._cancelled, []
         new, gone, self._new, self._gone = self._new, self._gone, [], []
         if not self._open and not gone:
@@ -178,7 +181,7 @@ class VllmRequests:
         return "length" if draws.ended else None
 
     def cancel(self, names: Sequence[str]) -> None:
-        """Implement `Requests.cancel`."""
+        """End these requests; the next step reports them as "cancelled". Names that are not open are ignored."""
         for row in [self._open[name] for name in dict.fromkeys(names) if name in self._open]:
             if row in self._new:
                 self._new.remove(row)
@@ -193,12 +196,13 @@ class VllmRequests:
         return row.finished(end)
 
     def release(self, names: Sequence[str]) -> None:
-        """Implement `Requests.release`."""
+        """Forget the tokens of these ended requests. Names that are not kept are ignored."""
         for name in names:
             self._kept.pop(name, None)
 
     def update(self, params: Mapping[str, Tensor], version: int) -> None:
-        """Implement `Requests.update`. Every rank of a mesh that cuts parameters must call."""
+        """Send newer parameters of this version to vLLM, and all open rows anew. Every rank of a mesh that cuts
+        parameters must call."""
         self._version = version
         self._turns.begin(params, version)
         self._begin_again()

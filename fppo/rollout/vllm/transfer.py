@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fppo.rollout.sync import Bucket, How, Rename, SyncError, sent_dtype
+from fppo.rollout.sync import Bucket, DigestMethod, Rename, SyncError, sent_dtype
 from fppo.rollout.vllm.host import EngineDied, EngineFailure, Host
 from fppo.rollout.vllm.options import VllmOptions
 
@@ -37,14 +37,14 @@ class Meta(NamedTuple):
 def metadata(
     dtypes: Mapping[str, torch.dtype],
     shapes: Mapping[str, torch.Size],
-    only: Iterable[str],
+    names: Iterable[str],
     rename: Rename,
     dtype: torch.dtype,
     exact: Collection[str] = (),
 ) -> list[Meta]:
     """The metadata of each tensor that `sync.reshard` and `sync.renamed` will yield, for parameters of whole `shapes`
-    and `dtypes`."""
-    wanted = set(only)
+    and `dtypes`, `exact` ones uncast."""
+    wanted = set(names)
     metas = []
     for name, shape in shapes.items():
         if name in wanted:
@@ -70,12 +70,12 @@ def transfer_info(options: VllmOptions, bucket_bytes: int) -> Any:
         NCCLTrainerInitInfo,
     )
 
-    address, port = place(options)
+    address, port = free_address(options)
     world = 1 + options.tensor_parallel
     return NCCLTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=world, **sizes)
 
 
-def place(options: VllmOptions) -> tuple[str, int]:
+def free_address(options: VllmOptions) -> tuple[str, int]:
     """An address in this process that vLLM's workers can reach, and a free port."""
     address = "127.0.0.1"
     if options.host == "ray":
@@ -104,10 +104,12 @@ class WeightTransfer:
         except Exception as error:
             raise EngineFailure(f"vLLM's weight transfer by {info.backend!r} did not start: {error}") from error
 
-    def send(self, metas: list[Meta], buckets: Iterator[Bucket], how: How) -> tuple[dict[str, str], list[str]]:
+    def send(
+        self, metas: list[Meta], buckets: Iterator[Bucket], method: DigestMethod
+    ) -> tuple[dict[str, str], list[str]]:
         """Send the tensors of all buckets, which `metas` describe; return the result of `Host.end_load`."""
         self._source.metas, self._source.buckets = metas, buckets
-        self._client.how, self._client.died = how, None
+        self._client.method, self._client.died = method, None
         try:
             self._engine.send_weights()
             if (died := self._client.died) is not None:
@@ -146,14 +148,14 @@ class _Client:
     def __init__(self, host: Host, *, in_step: bool) -> None:
         self._host, self._in_step = host, in_step
         self.died: EngineDied | None = None
-        self.how: How = "sums"
+        self.method: DigestMethod = "sums"
         self.result: tuple[dict[str, str], list[str]] = ({}, [])
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._host.call("init_weight_transfer_engine", init_info)
 
     def start_weight_update(self) -> None:
-        self._attempt(lambda: self._host.begin_load(self.how, transfer=True))
+        self._attempt(lambda: self._host.begin_load(self.method, transfer=True))
 
     def update_weights(self, update_info: Any) -> None:
         self._attempt(lambda: self._host.call("update_weights", update_info))
@@ -162,9 +164,9 @@ class _Client:
         del weight_version
         self.result = self._attempt(self._host.end_load) or self.result
 
-    def _attempt(self, tell: Callable[[], T]) -> T | None:
+    def _attempt(self, call: Callable[[], T]) -> T | None:
         try:
-            return tell() if self.died is None else None
+            return call() if self.died is None else None
         except EngineDied as error:
             if not self._in_step:
                 raise

@@ -90,14 +90,14 @@ def placed_images(config: PreTrainedConfig, tokens: Sequence[int], inputs: RowIn
             raise ValueError(f"{len(left)} tokens stand for {kind}s that have {sum(counts)} features")
         for count in counts:
             own, left = left[:count], left[count:]
-            placed.append(_placed(kind, own, apart=kind == "video" and config.model_type in APART))
+            placed.append(_placed(kind, own, separate_frames=kind == "video" and config.model_type in APART))
     return placed
 
 
-def _placed(kind: str, own: Sequence[int], *, apart: bool) -> PlacedMedia:
-    """The place of one image or video with features at the places `own`. For a video whose frames are `apart` it
+def _placed(kind: str, own: Sequence[int], *, separate_frames: bool) -> PlacedMedia:
+    """The place of one image or video with features at the places `own`. For a video with `separate_frames` it
     includes the token before each frame, for which vLLM looks."""
-    if apart:
+    if separate_frames:
         start = own[0] - 1
         return PlacedMedia(kind, start, own[-1] + 1 - start, tuple(i in {*own} for i in range(start, own[-1] + 1)))
     if list(own) != list(range(own[0], own[0] + len(own))):

@@ -25,11 +25,11 @@ from fppo.fleet.shared import Memory
 from fppo.key import Key, uniforms
 from fppo.rollout.engine import Sampling
 from fppo.rollout.sampling import Draws, draw
-from fppo.rollout.sync import How, digest
+from fppo.rollout.sync import DigestMethod, digest
 from fppo.rollout.vllm.adapter import lost_modules
 from fppo.rollout.vllm.host import Answer
 
-ROW = "fppo_row"  # in a request's extra_args: the row of the rollout it answers, or a `DrawnRow` as a list
+ROW = "fppo_row"  # in a request's extra_args: the row of the rollout it answers, or a `DrawnRow`
 
 
 class Job(NamedTuple):
@@ -46,13 +46,10 @@ class DrawnRow(NamedTuple):
     """How to draw a row of turns (`LocalHost.turn`), which is part of no rollout."""
 
     number: int
-    seed: int  # of its key
+    key: Key
     row: int
     position: int  # of the first draw
-    temperature: float
-    top_k: int
-    top_p: float
-    greedy: bool
+    sampling: Sampling  # per token
 
 
 class _Step(NamedTuple):
@@ -131,15 +128,13 @@ class KeyedDraws(LogitsProcessor):
     def _drawn_apart(self, logits: Tensor) -> Tensor:
         """Draw for rows of turns, which have no job, each by its own key; rows with equal sampling settings are drawn
         in one call. Returns the logits, with infinity at the drawn tokens."""
-        kinds: dict[tuple[Any, ...], list[int]] = {}
-        rows = {place: (DrawnRow(*row), len(tokens)) for place, (row, tokens) in sorted(self._live.items())}
-        for place, (row, _) in rows.items():
-            kinds.setdefault(tuple(row[4:]), []).append(place)
-        for (temperature, top_k, top_p, greedy), places in kinds.items():
-            own = [rows[place] for place in places]
+        kinds: dict[Sampling, list[int]] = {}
+        for place, (row, _) in sorted(self._live.items()):
+            kinds.setdefault(row.sampling, []).append(place)
+        for sampling, places in kinds.items():
+            own = [(self._live[place][0], len(self._live[place][1])) for place in places]
             columns = torch.tensor([[row.position + had] for row, had in own], device="cpu")
-            numbers = uniforms([Key(row.seed) for row, _ in own], [row.row for row, _ in own], columns)[:, 0]
-            sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, greedy=greedy)
+            numbers = uniforms([row.key for row, _ in own], [row.row for row, _ in own], columns)[:, 0]
             index = torch.tensor(places, device=logits.device)
             drawn = draw(logits[index], numbers.to(logits.device), sampling)
             values = zip(*(x.tolist() for x in drawn), strict=True)
@@ -154,7 +149,9 @@ class KeyedDraws(LogitsProcessor):
         return turn
 
     def take(self, row: int, length: int) -> Answer:
-        """The answer of a row that has ended after `length` tokens."""
+        """Copy the tokens and the two kinds of log-probs that a row has drawn. `row` is the row's index in the batch of
+        `begin`, and `length` the number of its tokens, now that it has ended. The draws stay until the next `begin`.
+        Only for a rollout; see `drawn` for turns."""
         assert self._job is not None
         if self._steps:  # later steps win: a chunk of a prompt is followed by a draw too, which counts for nothing
             places = np.concatenate([step.places for step in self._steps])
@@ -217,15 +214,15 @@ class Extension:
         rename = mapper and mapper.get_rename_mapper()
         return checkpoint_names(model), {name: (rename and rename.map_name(name)) or name for name in sent}
 
-    def fppo_begin_load(self, how: How, transfer: bool) -> None:
-        """Prepare for weights, by `fppo_take_in` or by vLLM's own transfer engine, and digest them as `how` says."""
+    def fppo_begin_load(self, method: DigestMethod, transfer: bool) -> None:
+        """Prepare for weights, by `fppo_take_in` or by vLLM's own transfer engine, and digest them by `method`."""
         model = self.model_runner.get_model()
         loading = self._loading = _Loading({}, set(), transfer)
         load_weights = type(model).load_weights
 
         def recorded(stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
             for name, x in stream:
-                loading.got[name] = digest(x, how)
+                loading.got[name] = digest(x, method)
                 yield name, x
 
         def load(stream: Iterable[tuple[str, Tensor]]) -> set[str]:

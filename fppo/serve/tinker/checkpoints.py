@@ -22,7 +22,7 @@ import cattrs
 
 from fppo._errors import json_of, printable
 from fppo.runtime.exports import write_whole
-from fppo.serve.tinker.futures import Refusal
+from fppo.serve.refusal import Refusal
 from fppo.serve.tinker.runs import Adapters
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
@@ -61,7 +61,7 @@ class CheckpointMeta:
         """The protocol's name of it within its run."""
         return f"{self.kind}/{self.name}"
 
-    def shown(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The protocol's `Checkpoint`."""
         return {
             "checkpoint_id": self.identifier,
@@ -107,15 +107,15 @@ class CheckpointStore:
         self._root, self._clock = root, clock
         root.mkdir(parents=True, exist_ok=True)
 
-    def place(self, run: str, kind: Kind, name: str) -> Path:
+    def directory(self, run: str, kind: Kind, name: str) -> Path:
         """The folder of a checkpoint."""
         if _NAME.fullmatch(name) is None:
             raise Refusal(f"{printable(name, 80)!r} is no name of a checkpoint", status=404)
         return self._root / folder_of(run) / kind / name
 
-    def at(self, run: str, kind: Kind, name: str) -> CheckpointMeta | None:
+    def get(self, run: str, kind: Kind, name: str) -> CheckpointMeta | None:
         """The checkpoint at a place; None if there is none, or it has expired."""
-        place = self.place(run, kind, name)
+        place = self.directory(run, kind, name)
         try:
             meta = cattrs.structure(json_of((place / META).read_text("utf-8")), CheckpointMeta)
         except FileNotFoundError:
@@ -127,14 +127,14 @@ class CheckpointStore:
 
     def find(self, path: str, owner: str) -> CheckpointMeta:
         """The checkpoint at an address, which is the owner's, or public. Raises Refusal."""
-        meta = self.at(*address_of(path))
+        meta = self.get(*address_of(path))
         if meta is None or not (meta.public or meta.owner == owner):
             raise Refusal(f"there is no checkpoint {printable(path, 200)}", status=404)
         return meta
 
     def own(self, run: str, kind: Kind, name: str, owner: str) -> CheckpointMeta:
-        """A checkpoint of the owner's. Raises Refusal."""
-        meta = self.at(run, kind, name)
+        """The checkpoint of this run, kind and name. Raises Refusal if there is none, or if it is another owner's."""
+        meta = self.get(run, kind, name)
         if meta is None or meta.owner != owner:
             path = f"tinker://{run}/{kind}/{name}"
             raise Refusal(f"there is no checkpoint {printable(path, 200)}", status=404)
@@ -143,7 +143,7 @@ class CheckpointStore:
     def commit(self, meta: CheckpointMeta) -> CheckpointMeta:
         """Complete the checkpoint whose data are in its folder, in place of an earlier one of its name; returns it with
         its size."""
-        place = self.place(meta.run, meta.kind, meta.name)
+        place = self.directory(meta.run, meta.kind, meta.name)
         data = place / meta.data
         size = sum(path.stat().st_size for path in data.rglob("*") if path.is_file())
         meta = attrs.evolve(meta, size=size)
@@ -155,7 +155,7 @@ class CheckpointStore:
 
     def data(self, meta: CheckpointMeta) -> Path:
         """The folder of a checkpoint's data."""
-        return self.place(meta.run, meta.kind, meta.name) / meta.data
+        return self.directory(meta.run, meta.kind, meta.name) / meta.data
 
     def of_run(self, run: str) -> list[CheckpointMeta]:
         """The checkpoints of a run, the oldest first."""
@@ -171,7 +171,7 @@ class CheckpointStore:
 
     def delete(self, meta: CheckpointMeta) -> None:
         """Delete a checkpoint."""
-        place = self.place(meta.run, meta.kind, meta.name)
+        place = self.directory(meta.run, meta.kind, meta.name)
         (place / META).unlink(missing_ok=True)
         shutil.rmtree(place, ignore_errors=True)
 
@@ -180,11 +180,11 @@ class CheckpointStore:
         self._write(attrs.evolve(meta, public=public, expires=expires))
 
     def _write(self, meta: CheckpointMeta) -> None:
-        place = self.place(meta.run, meta.kind, meta.name)
+        place = self.directory(meta.run, meta.kind, meta.name)
         write_whole(place / META, json.dumps(cattrs.unstructure(meta), indent=1).encode())
 
     def _in(self, folder: Path, run: str) -> Iterator[CheckpointMeta]:
         for kind in KINDS:
             for place in sorted((folder / kind).glob("[!.]*")):
-                if _NAME.fullmatch(place.name) and (meta := self.at(run, kind, place.name)) is not None:
+                if _NAME.fullmatch(place.name) and (meta := self.get(run, kind, place.name)) is not None:
                     yield meta

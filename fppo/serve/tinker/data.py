@@ -52,7 +52,8 @@ class DataRows(NamedTuple):
     columns: Columns
 
     def of(self, flat: Tensor, like: Sequence[Datum]) -> list[Tensor]:
-        """Values [B, S, K] of the rows as one tensor for each datum, of the shape of its targets."""
+        """Split values [B, S, K] of the rows by the data `like`: a tensor for each datum, of the shape of its
+        targets."""
         each = flat[self.rows.attention_mask.to(flat.device)].split([len(datum.tokens) for datum in like])
         return [
             x[:, 0] if d.targets.dim() == 1 else x[:, : d.targets.shape[1]] for x, d in zip(each, like, strict=True)
@@ -118,25 +119,25 @@ def check_data(data: Sequence[Datum], loss: Loss, *, vocabulary: int, limit: int
             raise ValueError(f"{name} hold {what}: give int64, 0 to {vocabulary - 1}, the model's vocabulary")
 
 
-def _check_inputs(where: str, datum: Datum, loss: Loss) -> None:
+def _check_inputs(label: str, datum: Datum, loss: Loss) -> None:
     if missing := [name for name in loss.needs if name not in datum.inputs]:
         more = ": attach provenance (Datum.with_provenance)" if missing[0] == "sampled" else ""
-        raise ValueError(f"{where} has no {missing[0]}, which loss {loss.name!r} needs{more}")
+        raise ValueError(f"{label} has no {missing[0]}, which loss {loss.name!r} needs{more}")
     for name, x in datum.inputs.items():
         if name not in INPUTS and loss.graph is None:
             near = nearest(name, INPUTS)
             hint = f"; did you mean {near!r}?" if near else ""
-            raise ValueError(f"{where}: unknown input {printable(name, 64)!r}{hint}")
+            raise ValueError(f"{label}: unknown input {printable(name, 64)!r}{hint}")
         if name in loss.takes and loss.graph is None and x.shape != datum.targets.shape:
-            raise ValueError(f"{where}: {name} is {list(x.shape)}, and target_tokens are {list(datum.targets.shape)}")
+            raise ValueError(f"{label}: {name} is {list(x.shape)}, and target_tokens are {list(datum.targets.shape)}")
 
 
-def _flat_inputs(data: Sequence[Datum], loss: Loss, most: int) -> dict[str, Tensor]:
+def _flat_inputs(data: Sequence[Datum], loss: Loss, width: int) -> dict[str, Tensor]:
     """The loss's inputs by name, floating [R, K] each, for the R tokens of all data; {} for a custom loss."""
     names = () if loss.graph is not None else tuple(x for x in loss.takes if any(x in d.inputs for d in data))
     if partial := [name for name in names if not all(name in datum.inputs for datum in data)]:
         raise ValueError(f"some data have {partial[0]}, and others do not: give it in all or in none")
-    wide = {name: torch.cat([_wide(d.inputs[name], most) for d in data]) for name in names}
+    wide = {name: torch.cat([_wide(d.inputs[name], width) for d in data]) for name in names}
     return {name: x if x.is_floating_point() else x.float() for name, x in wide.items()}
 
 
@@ -144,10 +145,10 @@ def _width(targets: Tensor) -> int:
     return targets.shape[1] if targets.dim() == 2 else 1
 
 
-def _wide(x: Tensor, most: int) -> Tensor:
-    """A datum's [T] or [T, K] as [T, most], filled with zeros."""
+def _wide(x: Tensor, width: int) -> Tensor:
+    """A datum's [T] or [T, K] as [T, width], filled with zeros."""
     x = x[:, None] if x.dim() == 1 else x
-    return x if x.shape[1] == most else torch.cat([x, x.new_zeros(len(x), most - x.shape[1])], 1)
+    return x if x.shape[1] == width else torch.cat([x, x.new_zeros(len(x), width - x.shape[1])], 1)
 
 
 def _place(index: int, lengths: Sequence[int]) -> tuple[int, int]:

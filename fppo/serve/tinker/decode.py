@@ -19,11 +19,12 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 from torch import Tensor
 
-from fppo._errors import json_of, printable
+from fppo._errors import printable
 from fppo.batch import RowInputs
 from fppo.data.images import ImageReader
+from fppo.serve.refusal import Refusal
 from fppo.serve.tinker.data import Datum
-from fppo.serve.tinker.futures import Category, Refusal
+from fppo.serve.tinker.futures import Category
 from fppo.serve.tinker.journal import JournalRecord
 from fppo.serve.tinker.runs import OPTIMIZERS, Adapters, StepParams
 
@@ -139,17 +140,6 @@ def refused(name: str, text: str) -> Refusal:
     return Refusal(f"{name}: {text}")
 
 
-def object_of(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises Refusal."""
-    try:
-        value = json_of(body)
-    except ValueError as error:
-        raise Refusal(f"the body is no JSON: {error}"[:500]) from error
-    if not isinstance(value, dict):
-        raise Refusal(f"the body is a JSON {type(value).__name__}, not an object")
-    return value
-
-
 def of_type(kind: type[M], value: Mapping[str, Any] | bytes) -> M:
     """A body as one of the protocol's types. Raises Refusal, which names the field."""
     try:
@@ -161,7 +151,7 @@ def of_type(kind: type[M], value: Mapping[str, Any] | bytes) -> M:
 
 
 def number_of(value: Any, name: str = "seq_id", *, low: int = 0) -> int:
-    """The number of a request. Raises Refusal."""
+    """Check a whole number of a request, of at least `low`. Raises Refusal."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value < MOST_NUMBER:
         raise refused(name, f"{value!r} is no number from {low} to {MOST_NUMBER - 1}")
     return value

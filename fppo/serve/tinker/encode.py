@@ -105,17 +105,17 @@ def _write_top(message: pb.TopkLogprobs, top: TopTokens) -> None:
     message.length, message.k = top.ids.shape
 
 
-def _write_targets(message: pb.Tensor, found: Tensor, work: SampleWork) -> None:
+def _write_targets(message: pb.Tensor, log_probs: Tensor, work: SampleWork) -> None:
     """Write log-probs in the layout of the request's targets; 0 where a target names no token."""
     assert work.scores.targets is not None
-    values = found.masked_fill(work.scores.targets < 0, 0.0)
+    values = log_probs.masked_fill(work.scores.targets < 0, 0.0)
     if work.sparse is None:
         _write_tensor(message, values, np.float32)
         return
     rows, columns = (np.asarray(x, dtype=np.int64) for x in work.sparse)
     places = np.repeat(np.arange(len(rows) - 1), np.diff(rows)), columns
     message.dtype = pb.DTYPE_FLOAT32
-    message.shape.extend(found.shape)
+    message.shape.extend(log_probs.shape)
     message.sparse_csr.values = values.numpy()[places].astype(np.float32).tobytes()
     message.sparse_csr.crow_indices, message.sparse_csr.col_indices = rows.tobytes(), columns.tobytes()
 

@@ -40,20 +40,6 @@ class FailedRequest:
 Outcome = Payload | FailedRequest
 
 
-class Refusal(Exception):
-    """A request that is refused, with the status of its response and the protocol's error."""
-
-    def __init__(self, error: str, *, status: int = 400, category: Category = "user") -> None:
-        super().__init__(error)
-        self.error, self.status = error, status
-        self.category: Category = category
-
-    @property
-    def outcome(self) -> FailedRequest:
-        """The refusal as the result of a request that was accepted before."""
-        return FailedRequest(self.error, self.category)
-
-
 @attrs.define(eq=False)
 class _Future:
     owner: str
@@ -243,13 +229,13 @@ class Completions:
     Cursors begin at `first`. A later server must not begin lower, since a client may hold an earlier server's cursor.
     """
 
-    def __init__(self, first: int, *, most: int = 1 << 16) -> None:
-        self._numbers, self._most = itertools.count(first + 1), most
+    def __init__(self, first: int, *, max_held: int = 1 << 16) -> None:
+        self._numbers, self._most = itertools.count(first + 1), max_held
         self._ended: dict[tuple[str, int], list[Completion]] = {}
         self._changed: dict[tuple[str, int], asyncio.Event] = {}
 
     def add(self, target: tuple[str, int], name: str, outcome: Outcome) -> None:
-        """Add an end."""
+        """Record that the request `name` of a target has ended with this outcome."""
         size = len(outcome.body) if isinstance(outcome, Payload) else None
         ended = self._ended.setdefault(target, [])
         ended.append(Completion(next(self._numbers), name, size))

@@ -84,13 +84,13 @@ class CustomLoss:
             values[node.name] = self._run(node, args, kwargs)
         raise AssertionError("a checked graph ends with its output")
 
-    def _checked(self, node: LossNode, args: Sequence[Any], kwargs: Mapping[str, Any], left: int) -> int:
-        """The elements that a call's result may have. Raises ValueError for more than `left`."""
+    def _checked(self, node: LossNode, args: Sequence[Any], kwargs: Mapping[str, Any], max_elements: int) -> int:
+        """The elements that a call's result may have. Raises ValueError for more than `max_elements`."""
         try:
             count = check_call(node.target, args, kwargs)
         except (ValueError, RuntimeError) as error:
             raise self._failure(node, error) from error
-        if count > left:
+        if count > max_elements:
             raise ValueError(
                 f"loss {self.name!r}: node {node.name} ({node.target}) brings the results of one datum above "
                 f"{MOST_ELEMENTS:,} elements"
@@ -149,10 +149,10 @@ def custom_loss(name: str, inputs: Sequence[tuple[str, int]], nodes: Sequence[Ma
     return CustomLoss(name, MappingProxyType(ranks), read)
 
 
-def _node(loss: str, node: Mapping[str, Any], known: dict[str, str]) -> LossNode:
-    """Read a node, and add its name to the `known` ones."""
+def _node(loss: str, node: Mapping[str, Any], nodes: dict[str, str]) -> LossNode:
+    """Read a node of the loss of this name, and add the node's name to `nodes`."""
     kind, name, target = (node.get(key) for key in ("op", "name", "target"))
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in known:
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in nodes:
         raise ValueError(f"loss {loss!r}: a node is called {printable(str(name), 64)!r}: give names, each once")
     where = f"loss {loss!r}: node {name}"
     if kind in ("call_module", "get_attr"):
@@ -162,60 +162,60 @@ def _node(loss: str, node: Mapping[str, Any], known: dict[str, str]) -> LossNode
     args, kwargs = node.get("args", []), node.get("kwargs", {})
     if not isinstance(args, (list, tuple)) or not isinstance(kwargs, Mapping):
         raise ValueError(f"{where}: args are a list, and kwargs a dict")
-    decode = lambda x: _decoded(where, x, known, 0)  # noqa: E731
+    decode = lambda x: _decoded(where, x, nodes, 0)  # noqa: E731
     made = LossNode(kind, name, target, tuple(map(decode, args)), {str(key): decode(x) for key, x in kwargs.items()})
     if kind in ("call_function", "call_method"):
         _check_target(where, made)
     elif kind == "placeholder" and (args or kwargs):
         raise ValueError(f"{where}: an input has no default")
-    known[name] = kind
+    nodes[name] = kind
     return made
 
 
-def _check_target(where: str, node: LossNode) -> None:
+def _check_target(label: str, node: LossNode) -> None:
     table = METHODS if node.kind == "call_method" else FUNCTIONS
     what = "method" if node.kind == "call_method" else "function"
     if node.target not in table:
         near = nearest(node.target, table)
         hint = f"; did you mean {near}?" if near else ""
-        raise ValueError(f"{where}: {what} {printable(node.target, 64)!r} is not on the list of operations{hint}")
+        raise ValueError(f"{label}: {what} {printable(node.target, 64)!r} is not on the list of operations{hint}")
     fixed = [key for key, x in node.kwargs.items() if key in FIXED and x in FIXED[key]]
     if unknown := [key for key in node.kwargs if key not in KEYWORDS and key not in fixed]:
-        raise ValueError(f"{where}: {node.target} with keyword {printable(unknown[0], 64)!r}, which is not on the list")
+        raise ValueError(f"{label}: {node.target} with keyword {printable(unknown[0], 64)!r}, which is not on the list")
     if node.target in ("getattr", "builtins.getattr"):
         names = list(node.args[1:])
         if len(names) != 1 or names[0] not in ATTRIBUTES or node.kwargs:
-            raise ValueError(f"{where}: attribute {printable(str(names), 64)}: there are {', '.join(ATTRIBUTES)}")
+            raise ValueError(f"{label}: attribute {printable(str(names), 64)}: there are {', '.join(ATTRIBUTES)}")
     elif any(
         isinstance(x, str) for x in _leaves((node.args, [x for key, x in node.kwargs.items() if key not in fixed]))
     ):
-        raise ValueError(f"{where}: {node.target} takes no text")
+        raise ValueError(f"{label}: {node.target} takes no text")
 
 
-def _decoded(where: str, x: Any, known: Mapping[str, str], depth: int) -> Any:
+def _decoded(label: str, x: Any, nodes: Mapping[str, str], depth: int) -> Any:
     """An argument from its plain data."""
     if depth > DEEPEST:
-        raise ValueError(f"{where}: arguments are nested more than {DEEPEST} deep")
-    inner = lambda part: _decoded(where, part, known, depth + 1)  # noqa: E731
+        raise ValueError(f"{label}: arguments are nested more than {DEEPEST} deep")
+    inner = lambda part: _decoded(label, part, nodes, depth + 1)  # noqa: E731
     if x is None or isinstance(x, (bool, float)):
         return x
     if isinstance(x, int):
         if abs(x) > _LARGEST:
-            raise ValueError(f"{where}: an integer above 2^62")
+            raise ValueError(f"{label}: an integer above 2^62")
         return x
     if isinstance(x, str):
         if len(x) > 64:
-            raise ValueError(f"{where}: text of {len(x)} characters")
+            raise ValueError(f"{label}: text of {len(x)} characters")
         return x
     if isinstance(x, (list, tuple)):
         return [inner(part) for part in x]
     if not isinstance(x, Mapping) or len(x) != 1:
-        raise ValueError(f"{where}: an argument of a form that the protocol does not have: {printable(repr(x), 100)}")
+        raise ValueError(f"{label}: an argument of a form that the protocol does not have: {printable(repr(x), 100)}")
     ((kind, value),) = x.items()
     match kind, value:
         case "ref", str():
-            if value not in known:
-                raise ValueError(f"{where} reads node {printable(value, 64)!r}, which does not come before it")
+            if value not in nodes:
+                raise ValueError(f"{label} reads node {printable(value, 64)!r}, which does not come before it")
             return NodeResult(value)
         case "tuple", [*parts]:
             return tuple(map(inner, parts))
@@ -230,7 +230,7 @@ def _decoded(where: str, x: Any, known: Mapping[str, str], depth: int) -> Any:
         case "dtype", str() if value in DTYPES:
             return DTYPES[value]
         case _:
-            raise ValueError(f"{where}: argument {printable(repr(x), 100)} is not on the list")
+            raise ValueError(f"{label}: argument {printable(repr(x), 100)} is not on the list")
 
 
 def _check_output(loss: str, node: LossNode) -> None:

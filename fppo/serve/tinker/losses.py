@@ -227,6 +227,6 @@ def first_problem(loss: Loss, columns: Columns, real: Mask) -> tuple[int, str] |
     return next(((int(where.flatten().nonzero()[0]), text) for where, text in found if where.any()), None)
 
 
-def _unknown(what: str, name: str, choices: Collection[str]) -> str:
+def _unknown(noun: str, name: str, choices: Collection[str]) -> str:
     near = nearest(name, choices)
-    return f"unknown {what}{f'; did you mean {near!r}?' if near else ''} It knows {', '.join(choices) or 'none'}"
+    return f"unknown {noun}{f'; did you mean {near!r}?' if near else ''} It knows {', '.join(choices) or 'none'}"

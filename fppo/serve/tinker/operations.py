@@ -97,8 +97,9 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(_functions())
 
 
 def check_call(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Check a call's arguments, and return the most elements that its result may have. Raises ValueError for arguments
-    that the operation is not for: a high power of integers, text, lists that would be repeated."""
+    """Check the arguments of a call of `target`, and return the most elements that its result may have. Raises
+    ValueError for arguments that the operation is not for: a high power of integers, text, lists that would be
+    repeated."""
     name = target.rpartition(".")[2]
     values = [*args, *kwargs.values()]
     tensors = [x for x in values if isinstance(x, Tensor)]

@@ -31,11 +31,16 @@ class TargetRun:
 
 
 def with_records(datum: Datum, runs: Sequence[TargetRun], records: Mapping[str, SampledRecord]) -> Datum:
-    """The datum with the log-probs of its sampled targets, as recorded, and the input `sampled`, 1.0 where a target was
-    sampled and 0.0 elsewhere, both [T].
+    """Add to a training datum of T tokens what was recorded when its targets were sampled. Returns the datum with two
+    inputs [T]: "logprobs", the recorded log-probs, and "sampled", 1.0 where the target was sampled; both are 0.0
+    elsewhere.
 
-    Raises ValueError for runs that do not tile the targets, for sequences without a record, and for sampled tokens that
-    are not the recorded ones. Targets in prompts are not compared: loops give them any token, since they do not count.
+    `runs` say for consecutive stretches of the targets which part of a sampled sequence, or of its prompt, they are.
+    `records` has the sequences by `sequence_id`.
+
+    Raises ValueError for runs that do not cover the T targets exactly, for a sequence without a record or shorter than
+    its run, and for sampled targets that differ from the recorded tokens. Targets in a prompt are not compared: clients
+    put any token there, since these targets have no weight.
     """
     count = len(datum.tokens)
     if datum.targets.dim() != 1:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fppo._errors import printable
 from fppo.rollout.requests import FinishedRequest
+from fppo.serve.refusal import Refusal
 from fppo.serve.tinker.data import Datum
 from fppo.serve.tinker.decode import TinkerBounds, refused, tensor_of
 from fppo.serve.tinker.encode import model_log_probs
-from fppo.serve.tinker.futures import Refusal
 from fppo.serve.tinker.provenance import SampledRecord, TargetRun, with_records
 from fppo.serve.tinker.samples import SampleWork
 
@@ -24,10 +24,11 @@ _RECORD = 128  # tokens that a record counts for the memory of its tensors, besi
 
 
 class SampleRecords:
-    """The records of a server's samples, by their names: the newest of up to `most` tokens. Any thread may call."""
+    """The records of a server's samples, by their names: the newest of up to `max_tokens` tokens. Any thread may
+    call."""
 
-    def __init__(self, most: int = 1 << 24) -> None:
-        self._most, self._size = most, 0
+    def __init__(self, max_tokens: int = 1 << 24) -> None:
+        self._most, self._size = max_tokens, 0
         self._lock = threading.Lock()
         self._held: OrderedDict[str, SampledRecord] = OrderedDict()
 

@@ -14,10 +14,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 
 from fppo._errors import printable
+from fppo.serve.app import OWNER
+from fppo.serve.protocol import parsed
+from fppo.serve.refusal import Refusal
 from fppo.serve.tinker import decode
 from fppo.serve.tinker.checkpoints import KINDS, CheckpointMeta, Kind, time_of
-from fppo.serve.tinker.futures import Refusal
-from fppo.serve.tinker.guard import OWNER
 from fppo.serve.tinker.service import TinkerService
 from fppo.serve.tinker.sessions import ClientSession
 from fppo.serve.tinker.training import RunInfo
@@ -38,9 +39,8 @@ _ELSEWHERE = {
 }
 
 
-def router_of(service: TinkerService) -> APIRouter:
-    """The routes."""
-    router = APIRouter()
+def add_routes(router: APIRouter, service: TinkerService) -> None:
+    """Add the routes."""
     _add_runs(router, service)
     _add_sessions(router, service)
     _add_checkpoints(router, service)
@@ -48,7 +48,6 @@ def router_of(service: TinkerService) -> APIRouter:
     _add_files(router, service)
     for (method, path), advice in _ELSEWHERE.items():
         router.add_api_route(path, _elsewhere(path, advice), methods=[method], response_model=None)
-    return router
 
 
 def _elsewhere(path: str, advice: str) -> Any:
@@ -58,11 +57,12 @@ def _elsewhere(path: str, advice: str) -> Any:
     return refuse
 
 
-def _owner(request: Request) -> str:
+def owner(request: Request) -> str:
+    """The owner of the key that a request came with."""
     return request.scope[OWNER]
 
 
-def _page(request: Request, found: Sequence[T]) -> tuple[list[T], dict[str, int]]:
+def _page(request: Request, entries: Sequence[T]) -> tuple[list[T], dict[str, int]]:
     """A page of a list, and the protocol's cursor."""
     numbers: dict[str, int] = {}
     for name, default in (("limit", 20), ("offset", 0)):
@@ -71,7 +71,7 @@ def _page(request: Request, found: Sequence[T]) -> tuple[list[T], dict[str, int]
             raise decode.refused(name, f"{printable(given, 40)!r}: give a number")
         numbers[name] = int(given)
     limit, offset = min(numbers["limit"], _PAGE), numbers["offset"]
-    return list(found[offset : offset + limit]), {"offset": offset, "limit": limit, "total_count": len(found)}
+    return list(entries[offset : offset + limit]), {"offset": offset, "limit": limit, "total_count": len(entries)}
 
 
 def info_of(info: RunInfo, service: TinkerService) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _run_of(info: RunInfo, service: TinkerService) -> dict[str, Any]:
     found = service.checkpoints.of_run(info.name)
 
     def last(kind: Kind) -> dict[str, Any] | None:
-        return next((each.shown() for each in reversed(found) if each.kind == kind), None)
+        return next((each.to_json() for each in reversed(found) if each.kind == kind), None)
 
     return {
         "training_run_id": info.name,
@@ -112,13 +112,13 @@ def _run_of(info: RunInfo, service: TinkerService) -> dict[str, Any]:
 def _add_runs(router: APIRouter, service: TinkerService) -> None:
     @router.get("/training_runs")
     async def training_runs(request: Request) -> JSONResponse:
-        page, cursor = _page(request, service.runs.infos(_owner(request)))
+        page, cursor = _page(request, service.runs.infos(owner(request)))
         shown = await asyncio.to_thread(lambda: [_run_of(info, service) for info in page])
         return JSONResponse({"training_runs": shown, "cursor": cursor})
 
     @router.get("/training_runs/{run}")
     async def training_run(run: str, request: Request) -> JSONResponse:
-        return JSONResponse(await asyncio.to_thread(_run_of, service.runs.info(run, _owner(request)), service))
+        return JSONResponse(await asyncio.to_thread(_run_of, service.runs.info(run, owner(request)), service))
 
 
 def _add_sessions(router: APIRouter, service: TinkerService) -> None:
@@ -126,20 +126,20 @@ def _add_sessions(router: APIRouter, service: TinkerService) -> None:
 
     @router.get("/sessions")
     async def sessions(request: Request) -> JSONResponse:
-        page, _ = _page(request, registry.sessions(_owner(request)))
+        page, _ = _page(request, registry.sessions(owner(request)))
         return JSONResponse({"sessions": [each.name for each in page]})
 
     @router.post("/sessions/search")
     async def search(request: Request) -> JSONResponse:
-        fields = decode.object_of(await request.body())
-        found = [each for each in registry.sessions(_owner(request)) if _matches(each, fields)]
+        fields = parsed(await request.body())
+        found = [each for each in registry.sessions(owner(request)) if _matches(each, fields)]
         limit = decode.number_of(fields.get("limit", 50), "limit", low=1)
         return JSONResponse({"sessions": [_summary(each, service) for each in found[: min(limit, 200)]]})
 
     @router.get("/sessions/{session}")
     async def one(session: str, request: Request) -> JSONResponse:
-        found = registry.any_session(session, _owner(request))
-        owned = [info.name for info in service.runs.infos(_owner(request)) if info.session == found.name]
+        found = registry.any_session(session, owner(request))
+        owned = [info.name for info in service.runs.infos(owner(request)) if info.session == found.name]
         return JSONResponse(
             {
                 "training_run_ids": sorted(owned),
@@ -151,7 +151,7 @@ def _add_sessions(router: APIRouter, service: TinkerService) -> None:
 
     @router.get("/samplers/{sampler}")
     async def sampler(sampler: str, request: Request) -> JSONResponse:
-        found = registry.sampler(sampler, _owner(request))
+        found = registry.sampler(sampler, owner(request))
         return JSONResponse({"sampler_id": found.name, "base_model": found.base, "model_path": found.path})
 
 
@@ -197,19 +197,19 @@ def _add_checkpoints(router: APIRouter, service: TinkerService) -> None:
     one = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
     def own(run: str, kind: str, name: str, request: Request) -> CheckpointMeta:
-        return store.own(run, _kind(kind), name, _owner(request))
+        return store.own(run, _kind(kind), name, owner(request))
 
     @router.get("/checkpoints")
     async def all_of_owner(request: Request) -> JSONResponse:
-        found = await asyncio.to_thread(store.of_owner, _owner(request))
+        found = await asyncio.to_thread(store.of_owner, owner(request))
         page, cursor = _page(request, found)
-        return JSONResponse({"checkpoints": [each.shown() for each in page], "cursor": cursor})
+        return JSONResponse({"checkpoints": [each.to_json() for each in page], "cursor": cursor})
 
     @router.get("/training_runs/{run}/checkpoints")
     async def of_run(run: str, request: Request) -> JSONResponse:
-        service.runs.info(run, _owner(request))
+        service.runs.info(run, owner(request))
         found = await asyncio.to_thread(store.of_run, run)
-        return JSONResponse({"checkpoints": [each.shown() for each in found]})
+        return JSONResponse({"checkpoints": [each.to_json() for each in found]})
 
     @router.delete(one)
     async def delete(run: str, kind: str, name: str, request: Request) -> Response:
@@ -231,7 +231,7 @@ def _add_checkpoints(router: APIRouter, service: TinkerService) -> None:
     @router.put(f"{one}/ttl")
     async def ttl(run: str, kind: str, name: str, request: Request) -> Response:
         meta = own(run, kind, name, request)
-        given = decode.object_of(await request.body()).get("ttl_seconds")
+        given = parsed(await request.body()).get("ttl_seconds")
         if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
             raise decode.refused("ttl_seconds", f"{given!r}: give seconds, or null for none")
         seconds = decode.seconds_of(given)
@@ -243,8 +243,8 @@ def _add_checkpoints(router: APIRouter, service: TinkerService) -> None:
 def _add_weights_info(router: APIRouter, service: TinkerService) -> None:
     @router.post("/weights_info")
     async def weights_info(request: Request) -> JSONResponse:
-        path = decode.object_of(await request.body()).get("tinker_path")
-        meta = service.checkpoints.find(str(path), _owner(request))
+        path = parsed(await request.body()).get("tinker_path")
+        meta = service.checkpoints.find(str(path), owner(request))
         adapters = meta.adapters
         lora = {"train_unembed": adapters.unembed, "train_mlp": adapters.mlp, "train_attn": adapters.attention}
         return JSONResponse(
@@ -267,7 +267,7 @@ def _add_files(router: APIRouter, service: TinkerService) -> None:
 
     @router.get("/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
     async def urls(run: str, kind: str, name: str, request: Request) -> JSONResponse:
-        meta = store.own(run, _kind(kind), name, _owner(request))
+        meta = store.own(run, _kind(kind), name, owner(request))
         if meta.kind != "external_weights":
             raise Refusal(f"{meta.path} has no files for other programs: save_weights_external makes them")
         root, expires = store.data(meta) / "files", int(service.clock()) + _SIGNED
@@ -287,7 +287,7 @@ def _add_files(router: APIRouter, service: TinkerService) -> None:
             raise Refusal("the address of this file is no longer good: get a new one", status=403)
         if not hmac.compare_digest(given.encode(), signed(f"{run}/{name}/{inner}", int(expires)).encode()):
             raise Refusal("the address of this file is not one of this server's", status=403)
-        meta = store.at(run, "external_weights", name)
+        meta = store.get(run, "external_weights", name)
         root = None if meta is None else (store.data(meta) / "files").resolve()
         path = None if root is None else (root / inner).resolve()
         if root is None or path is None or not path.is_relative_to(root) or not path.is_file():

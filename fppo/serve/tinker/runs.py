@@ -264,7 +264,7 @@ def optim_step(run: TrainingRun, step: StepParams) -> tuple[TrainingRun, Mapping
     if run.grads is None:
         raise ValueError("optim_step without gradients: call forward_backward first, and again after every step")
     optimizer = OPTIMIZERS[run.optimizer](step, run.base)
-    state, metrics = optimizer_step(run.state, run.grads, optimizer=optimizer, fixed=run.model.fixed)
+    state, metrics = optimizer_step(run.state, run.grads, optimizer=optimizer, fixed=run.model.untrained_params)
     return attrs.evolve(run, state=state, grads=None), report(metrics)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fppo.batch import RowInputs
 from fppo.data.images import ImageReader
+from fppo.fields import only
 from fppo.key import Key
 from fppo.rollout.engine import Sampling
 from fppo.rollout.requests import Request
@@ -31,7 +32,7 @@ from fppo.serve.tinker.decode import (
 
 @attrs.frozen(kw_only=True, eq=False)
 class SampleRules:
-    """A base's part of sampling: its texts, the tokens that end an answer, the most tokens of a row."""
+    """How a base model is sampled from: its text conversion, the tokens that end an answer, and the limit of a row."""
 
     texts: Texts
     stop_token_ids: tuple[int, ...]
@@ -144,12 +145,10 @@ def _sampling(params: types.SamplingParams, most: int, rules: SampleRules, bound
     stop_tokens, stop_texts = rules.texts.stops(texts) if texts else ((), None)
     try:
         return Sampling(
-            top_k=None if params.top_k == -1 else params.top_k,
-            top_p=params.top_p,
             max_tokens=most,
             stop_token_ids=tuple(dict.fromkeys((*tokens, *stop_tokens))),
             stop_texts=stop_texts,
-        ).at(params.temperature)
+        ).with_options(only(params, "temperature", "top_k", "top_p"))
     except ValueError as error:
         raise refused("sampling_params", str(error)) from error
 
@@ -175,8 +174,8 @@ def _stops(
 def _scores(
     request: types.SampleRequest, length: int, sampling: Sampling, bounds: TinkerBounds, vocabulary: int
 ) -> Scores:
-    """The log-probs to report. They are the model's own, so at temperatures other than 1 drawn tokens are scored as
-    well."""
+    """The log-probs to report for a prompt of `length` tokens. They are the model's own, so at temperatures other than
+    1 drawn tokens are scored as well. Refuses more than `bounds` or the model's `vocabulary` of tokens allow."""
     top, k = request.topk_prompt_logprobs, request.prompt_alt_tokens_k
     for name, width in (("topk_prompt_logprobs", top), ("prompt_alt_tokens_k", k)):
         if not 0 <= width * length <= bounds.scored:

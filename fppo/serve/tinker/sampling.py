@@ -15,10 +15,11 @@ import attrs
 
 from fppo.models.several import Adapter
 from fppo.rollout.embedded import EmbeddedEngine
-from fppo.rollout.requests import FinishedRequest, QueueFull, Request
-from fppo.serve.loop import EngineLoop, Event, ServerStopped
+from fppo.rollout.requests import FinishedRequest, Request
+from fppo.serve.loop import EngineLoop, Event, ServerStopped, refusal_of
+from fppo.serve.refusal import Refusal
 from fppo.serve.tinker.encode import sample_payload
-from fppo.serve.tinker.futures import FailedRequest, Outcome, Refusal
+from fppo.serve.tinker.futures import FailedRequest, Outcome
 from fppo.serve.tinker.samples import SampleWork
 from fppo.serve.tinker.snapshots import SampledWeights
 
@@ -53,8 +54,8 @@ class _Open:
 class SamplerEngines:
     """The engines of a server's bases and of weights trained over them. One event loop calls.
 
-    `loops` are the bases' open engines; `engines`, by base, open others with other weights. At most `most` engines of
-    other weights are kept open, and at most `most_adapters` adapters over each base, besides those in use.
+    `loops` are the bases' open engines; `engines`, by base, open others with other weights. At most `max_engines`
+    engines of other weights are kept open, and at most `max_adapters` over each base, besides those in use.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class SamplerEngines:
         loops: Mapping[str, EngineLoop],
         engines: Mapping[str, EmbeddedEngine],
         *,
-        most: int = 4,
-        most_adapters: int = 32,
+        max_engines: int = 2,
+        max_adapters: int = 32,
     ) -> None:
         self._bases = {name: _OpenEngine(loop) for name, loop in loops.items()}
-        self._engines, self._most, self._most_adapters = engines, most, most_adapters
+        self._engines, self._most, self._most_adapters = engines, max_engines, max_adapters
         self._own: OrderedDict[str, _OpenEngine] = OrderedDict()
         self._alone: set[str] = set()  # weights that do not run beside others
         self._lock = asyncio.Lock()  # held while an engine is opened, or gets an adapter
@@ -89,14 +90,9 @@ class SamplerEngines:
         except asyncio.CancelledError:
             self.cancel(name)
             raise
-        except Refusal as error:
-            return FailedRequest(error.error, error.category)
-        except ValueError as error:
-            return FailedRequest(str(error)[:2000])
-        except (QueueFull, ServerStopped) as error:
-            return FailedRequest(str(error), "server")
-        except Exception as error:  # the engine's own
-            return FailedRequest(f"the engine failed: {type(error).__name__}", "server")
+        except Exception as error:  # the engine's, or of weights that it does not run
+            refusal = error if isinstance(error, Refusal) else refusal_of(error)
+            return FailedRequest(refusal.message[:2000], "user" if refusal.status < 429 else "server")
 
     def cancel(self, name: str) -> None:
         """End the drawing of samples; whoever waits for them gets an error."""

@@ -23,15 +23,17 @@ from tinker import types
 from fppo._errors import json_of, printable, words_of
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.serve.loop import EngineLoop
+from fppo.serve.protocol import parsed
+from fppo.serve.refusal import Refusal
 from fppo.serve.tinker import decode, losses, samples
 from fppo.serve.tinker.checkpoints import CheckpointStore
-from fppo.serve.tinker.decode import CreateVerb, PassVerb, RefusedVerb, RunVerb, TinkerBounds
+from fppo.serve.tinker.decode import CreateVerb, LoadVerb, PassVerb, RefusedVerb, RunVerb, TinkerBounds
 from fppo.serve.tinker.encode import json_payload
-from fppo.serve.tinker.futures import Completions, FailedRequest, Futures, Outcome, Refusal
+from fppo.serve.tinker.futures import Completions, FailedRequest, Futures, Outcome
 from fppo.serve.tinker.graphs import custom_loss
 from fppo.serve.tinker.journal import JournalRecord
 from fppo.serve.tinker.records import SampleRecords
-from fppo.serve.tinker.runs import BaseModel
+from fppo.serve.tinker.runs import Adapters, BaseModel
 from fppo.serve.tinker.samples import SampleRules
 from fppo.serve.tinker.sampling import SamplerEngines
 from fppo.serve.tinker.sessions import ClientSession, Registry, Sampler, StoredLoss
@@ -169,7 +171,7 @@ class TinkerService:
         return weights
 
     async def _let_go(self, ended: Mapping[str, Sequence[str]]) -> None:
-        """Forget the samplers of sessions that have ended, and the weights named for each session."""
+        """Forget the samplers and the weights of sessions that have ended: the names of their weights, by session."""
         for session, weights in ended.items():
             for sampler in self.registry.samplers_of(session):
                 self.completions.drop(sampler.name)
@@ -181,48 +183,45 @@ class TinkerService:
     async def create_run(self, owner: str, request: types.CreateModelRequest) -> tuple[str, str]:
         """Begin a run of new weights; returns the names of its first request, and its own."""
         self.registry.session(request.session_id, owner)
-        self.base(request.base_model)
-        name = f"{request.session_id}:train:{decode.number_of(request.model_seq_id, 'model_seq_id')}"
-        info = RunInfo(
-            name=name,
-            session=request.session_id,
-            owner=owner,
-            base=request.base_model,
-            adapters=decode.adapters_of(request.lora_config, secrets.randbits(63)),
-            optimizer=decode.optimizer_of(request.optimizer_config),
-            created=self.clock(),
-            metadata=decode.metadata_of(request.user_metadata, self.bounds),
-        )
-        return await self._begin(info), name
+        adapters = decode.adapters_of(request.lora_config, secrets.randbits(63))
+        optimizer = decode.optimizer_of(request.optimizer_config)
+        return await self._begin(owner, request, request.base_model, adapters, optimizer)
 
     async def create_run_from(self, owner: str, request: types.LoadWeightsRequest) -> tuple[str, str]:
         """Begin a run of a checkpoint's weights; returns as `create_run`."""
-        session = request.session_id or ""
-        self.registry.session(session, owner)
+        self.registry.session(request.session_id or "", owner)
         verb = decode.load_verb(request)
         meta = self.checkpoints.find(verb.path, owner)
         if meta.kind == "external_weights" or (verb.optimizer and meta.kind != "weights"):
             raise Refusal(f"path: {meta.path} has no {'optimizer state' if verb.optimizer else 'weights to train'}")
-        base = request.base_model or meta.base
-        self.base(base)
         if verb.optimizer and request.optimizer_config is not None:
             raise Refusal("optimizer_config: the restored state has its own optimizer; leave one of them out")
-        name = f"{session}:train:{decode.number_of(request.model_seq_id, 'model_seq_id')}"
+        optimizer = meta.optimizer if verb.optimizer else decode.optimizer_of(request.optimizer_config)
+        return await self._begin(owner, request, request.base_model or meta.base, meta.adapters, optimizer, verb)
+
+    async def _begin(
+        self,
+        owner: str,
+        request: types.CreateModelRequest | types.LoadWeightsRequest,
+        base: str,
+        adapters: Adapters,
+        optimizer: str,
+        loaded: LoadVerb | None = None,
+    ) -> tuple[str, str]:
+        """Begin a run of an open session; returns as `create_run`."""
+        self.base(base)
         info = RunInfo(
-            name=name,
-            session=session,
+            name=f"{request.session_id}:train:{decode.number_of(request.model_seq_id, 'model_seq_id')}",
+            session=request.session_id or "",
             owner=owner,
             base=base,
-            adapters=meta.adapters,
-            optimizer=meta.optimizer if verb.optimizer else decode.optimizer_of(request.optimizer_config),
+            adapters=adapters,
+            optimizer=optimizer,
             created=self.clock(),
             metadata=decode.metadata_of(request.user_metadata, self.bounds),
-            loaded=verb.path,
-            with_optimizer=verb.optimizer,
+            loaded=None if loaded is None else loaded.path,
+            with_optimizer=loaded is not None and loaded.optimizer,
         )
-        return await self._begin(info), name
-
-    async def _begin(self, info: RunInfo) -> str:
         first = request_name(info.name, 0)
         async with self._lock(info.name):
             if self.futures.open(first, info.owner):
@@ -236,7 +235,7 @@ class TinkerService:
                 held = self.runs.info(info.name, info.owner)
                 if attrs.evolve(held, created=info.created, adapters=info.adapters) != info:
                     raise Refusal(f"{info.name} is another run already: give another model_seq_id")
-        return first
+        return first, info.name
 
     async def accept(self, owner: str, run: str, number: int, kind: str, body: bytes) -> str:
         """Accept a request of a run; returns its name once it is on disk.
@@ -265,8 +264,8 @@ class TinkerService:
                     if error.status == 429:
                         raise
                     breaks = decode.adds_gradients(kind, body)
-                    verb = RefusedVerb(error=error.error, breaks=breaks)
-                    text = json.dumps({"error": error.error, "breaks": breaks})
+                    verb = RefusedVerb(error=error.message, breaks=breaks)
+                    text = json.dumps({"error": error.message, "breaks": breaks})
                     record = JournalRecord(number, "refused", text.encode())
                 await asyncio.to_thread(self.runs.accept, run, record)
             except BaseException:
@@ -331,7 +330,7 @@ class TinkerService:
             )
             self._loss_of(info, verb)
             return verb
-        fields = decode.object_of(body)
+        fields = parsed(body)
         if kind == "optim_step":
             return decode.step_verb(fields)
         if kind == "save_weights":
@@ -348,7 +347,7 @@ class TinkerService:
         try:
             return self.verb_of(info, record.kind, record.body)
         except Refusal as error:  # of a server with other models, or other bounds
-            return RefusedVerb(error=error.error, breaks=decode.adds_gradients(record.kind, record.body))
+            return RefusedVerb(error=error.message, breaks=decode.adds_gradients(record.kind, record.body))
 
     def _loss_of(self, info: RunInfo, verb: PassVerb) -> losses.Loss:
         """The loss of a pass. Raises Refusal."""
@@ -444,7 +443,7 @@ class TinkerService:
             try:
                 work = samples.sample_work(request, name, rules=served.rules, bounds=self.bounds)
             except Refusal as error:
-                self._settle_sample(name, sampler, request.seq_id, error.outcome)
+                self._settle_sample(name, sampler, request.seq_id, FailedRequest(error.message))
             else:
                 self._tasks[name] = asyncio.create_task(self._sample(name, sampler, request.seq_id, work))
         return name, [f"{name}:{number}" for number in range(count)]
@@ -456,7 +455,7 @@ class TinkerService:
             weights = await self._weights_of(sampler)
             outcome = await self._engines.sample(name, work, weights, owner=session, record=self.records.add)
         except Refusal as error:
-            outcome = error.outcome
+            outcome = FailedRequest(error.message)
         except Exception as error:  # weights that cannot be read
             outcome = FailedRequest(f"the server failed: {words_of(error, 500)}", "server")
         self._settle_sample(name, sampler, number, outcome)

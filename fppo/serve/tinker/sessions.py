@@ -14,7 +14,7 @@ import attrs
 import cattrs
 
 from fppo._errors import json_of, printable
-from fppo.serve.tinker.futures import Refusal
+from fppo.serve.refusal import Refusal
 from fppo.serve.tinker.journal import Journal, JournalRecord, read
 
 Weights = Literal["base", "path", "snapshot", "inflight"]

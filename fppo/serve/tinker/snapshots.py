@@ -6,6 +6,7 @@ ROOT/SESSION.KIND.NUMBER/snapshot.json            their description, written las
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import threading
@@ -20,7 +21,7 @@ import safetensors.torch
 from fppo._errors import json_of, printable
 from fppo.models.model import Model, Params
 from fppo.runtime.exports import sync, write_whole
-from fppo.serve.tinker.futures import Refusal
+from fppo.serve.refusal import Refusal
 from fppo.serve.tinker.runs import Adapters
 
 WEIGHTS, SNAPSHOT = "weights.safetensors", "snapshot.json"
@@ -36,10 +37,15 @@ class SampledWeights:
     params: Params
     version: int = 0
 
+    @property
+    def nbytes(self) -> int:
+        """The memory of the trained parameters, in bytes."""
+        return sum(x.nbytes for x in self.params.values())
+
 
 @attrs.frozen(kw_only=True)
 class SnapshotInfo:
-    """The description of a snapshot."""
+    """The description of a snapshot of a run's weights; `inflight`: it follows the run's newest."""
 
     name: str
     run: str
@@ -61,8 +67,8 @@ class _Snapshot:
 class Snapshots:
     """The snapshots of a server; any thread may call.
 
-    The `most` that were used last are in memory, others on disk. Of a run there are at most `most_of_run`; the oldest
-    are dropped. `model_of` makes the model of some adapters of a base.
+    Those that were used last are in memory, in at most `max_bytes` or the newest alone; others are on disk. Of a run
+    there are at most `max_of_run`; the oldest are dropped. `model_of` makes the model of some adapters of a base.
     """
 
     def __init__(
@@ -70,10 +76,11 @@ class Snapshots:
         root: Path,
         model_of: Callable[[str, Adapters], Model],
         *,
-        most: int = 8,
-        most_of_run: int = 64,
+        max_bytes: int = 1 << 30,
+        max_of_run: int = 64,
     ) -> None:
-        self._root, self._model_of, self._most, self._most_of_run = root, model_of, most, most_of_run
+        self._root, self._model_of = root, model_of
+        self._max_bytes, self._most_of_run = max_bytes, max_of_run
         self._lock = threading.RLock()
         self._held: OrderedDict[str, _Snapshot] = OrderedDict()  # by their last use
         root.mkdir(parents=True, exist_ok=True)
@@ -144,10 +151,12 @@ class Snapshots:
 
     def _spill(self) -> None:
         """Move all but the most recently used to disk."""
-        in_memory = [held for held in self._held.values() if held.weights is not None]
-        for held in in_memory[: -self._most]:
-            self._store(held)
-            held.weights = None
+        in_memory = [(held, held.weights) for held in reversed(self._held.values()) if held.weights is not None]
+        sums = itertools.accumulate(weights.nbytes for _, weights in in_memory)
+        for number, ((held, _), total) in enumerate(zip(in_memory, sums, strict=True)):
+            if number and total > self._max_bytes:
+                self._store(held)
+                held.weights = None
 
     def _place(self, name: str) -> Path:
         return self._root / name.replace(":", ".")

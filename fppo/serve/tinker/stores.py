@@ -15,10 +15,10 @@ from fppo import models
 from fppo.models import lora_files
 from fppo.models.model import Model
 from fppo.runtime import checkpoint
+from fppo.serve.refusal import Refusal
 from fppo.serve.tinker import runs
 from fppo.serve.tinker.checkpoints import CheckpointMeta, CheckpointStore
 from fppo.serve.tinker.decode import LoadVerb, SaveVerb, SnapshotVerb
-from fppo.serve.tinker.futures import Refusal
 from fppo.serve.tinker.runs import Adapters, BaseModel, TrainingRun
 from fppo.serve.tinker.sessions import Registry, Sampler
 from fppo.serve.tinker.snapshots import WEIGHTS, SampledWeights, SnapshotInfo, Snapshots, read_params, write_params
@@ -38,7 +38,10 @@ class StoredBase(Protocol):
 
 
 class WeightStores:
-    """The checkpoints and the snapshots of a server's runs; any thread may call."""
+    """The checkpoints and the snapshots of a server's runs; any thread may call.
+
+    Weights of checkpoints that were used last stay in memory, in at most `max_bytes` or the newest alone.
+    """
 
     def __init__(
         self,
@@ -48,11 +51,11 @@ class WeightStores:
         registry: Registry,
         clock: Callable[[], float],
         *,
-        most: int = 4,
+        max_bytes: int = 1 << 30,
     ) -> None:
         self._checkpoints, self._bases, self._registry, self._clock = checkpoints, bases, registry, clock
         self.snapshots = Snapshots(root, self._model_of)
-        self._most, self._lock = most, threading.Lock()  # of what is loaded
+        self._max_bytes, self._lock = max_bytes, threading.Lock()  # of what is loaded
         self._loaded: OrderedDict[tuple[str, int], SampledWeights] = OrderedDict()
 
     def restore(self) -> None:
@@ -77,7 +80,7 @@ class WeightStores:
             expires=None if verb.seconds is None else self._clock() + verb.seconds,
             metadata=verb.metadata,
         )
-        other = self._checkpoints.at(info.name, verb.kind, verb.name)
+        other = self._checkpoints.get(info.name, verb.kind, verb.name)
         if other is not None and other.number == number:  # by this request, before the server was killed
             return meta.path
         if other is not None and not verb.overwrite:
@@ -89,7 +92,7 @@ class WeightStores:
             self._write(run, verb, data, number)
             return self._checkpoints.commit(meta).path
         except Exception:  # a full disk: a save that failed must not be found later, nor take space
-            held = self._checkpoints.at(info.name, verb.kind, verb.name)
+            held = self._checkpoints.get(info.name, verb.kind, verb.name)
             if held is not None and held.number == number:  # all but the last flush was done
                 return held.path
             shutil.rmtree(data, ignore_errors=True)
@@ -175,7 +178,7 @@ class WeightStores:
                 held = SampledWeights(name=f"{meta.path}#{meta.number}", base=meta.base, model=model, params=params)
             self._loaded[key] = held
             self._loaded.move_to_end(key)
-            while len(self._loaded) > self._most:
+            while len(self._loaded) > 1 and sum(x.nbytes for x in self._loaded.values()) > self._max_bytes:
                 self._loaded.popitem(last=False)
         return held
 

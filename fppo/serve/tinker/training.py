@@ -25,6 +25,7 @@ import cattrs
 from fppo._errors import json_of, printable, words_of
 from fppo.runtime import checkpoint
 from fppo.runtime.exports import write_whole
+from fppo.serve.refusal import Refusal
 from fppo.serve.tinker import runs
 from fppo.serve.tinker.checkpoints import folder_of
 from fppo.serve.tinker.decode import (
@@ -39,7 +40,7 @@ from fppo.serve.tinker.decode import (
     StepVerb,
 )
 from fppo.serve.tinker.encode import json_payload, pass_payload
-from fppo.serve.tinker.futures import FailedRequest, Futures, Outcome, Payload, Refusal
+from fppo.serve.tinker.futures import FailedRequest, Futures, Outcome, Payload
 from fppo.serve.tinker.journal import Journal, JournalRecord, read, written_whole
 from fppo.serve.tinker.losses import Loss
 from fppo.serve.tinker.runs import Adapters, BaseModel, TrainingRun
@@ -59,7 +60,7 @@ _BYTES = 64 << 20  # of a journal, beyond which a state is saved
 
 @attrs.frozen(kw_only=True)
 class RunInfo:
-    """The description of a run, from which it is created again: all that its first request said."""
+    """The description of a run, from which it is created again: its first request, and the checkpoint it `loaded`."""
 
     name: str
     session: str
@@ -79,7 +80,7 @@ class HeldRun:
     """A run as the server holds it."""
 
     info: RunInfo
-    place: Path
+    directory: Path
     journal: Journal
     done: int = -1  # the number of the last request that was done
     saved: int = -1  # the number of the last request in the newest state on disk
@@ -134,14 +135,14 @@ class TrainingRuns:
             if (place / INFO).exists():
                 yield self._restore_one(place)
 
-    def _restore_one(self, place: Path) -> tuple[str, int, dict[int, RunVerb]]:
-        info = cattrs.structure(json_of((place / INFO).read_text("utf-8")), RunInfo)
-        records = read(place / JOURNAL)
-        held = HeldRun(info, place, Journal(place / JOURNAL), last=self._clock())
-        states = checkpoint.steps(place / STATES) if (place / STATES).exists() else []
+    def _restore_one(self, directory: Path) -> tuple[str, int, dict[int, RunVerb]]:
+        info = cattrs.structure(json_of((directory / INFO).read_text("utf-8")), RunInfo)
+        records = read(directory / JOURNAL)
+        held = HeldRun(info, directory, Journal(directory / JOURNAL), last=self._clock())
+        states = checkpoint.steps(directory / STATES) if (directory / STATES).exists() else []
         held.done = held.saved = states[-1] if states else -1
         if states:
-            for record in read(place / f"results-{held.saved}.log"):
+            for record in read(directory / f"results-{held.saved}.log"):
                 name = request_name(info.name, record.number)
                 if self._futures.open(name, info.owner):
                     self._futures.settle(name, _outcome_of(record))
@@ -161,7 +162,7 @@ class TrainingRuns:
 
     def _refuse_killer(self, held: HeldRun, todo: dict[int, RunVerb]) -> None:
         """Refuse, for good, a request during which servers have ended so often that it must be the cause."""
-        number, tries = held.tried = _tried(held.place)
+        number, tries = held.tried = _tried(held.directory)
         if number not in todo or tries < _TRIES or isinstance(todo[number], RefusedVerb):
             return
         error = f"request {number} of {held.info.name} was being done when the server ended, {tries} times"
@@ -186,7 +187,7 @@ class TrainingRuns:
             self._held[info.name] = HeldRun(info, place, journal, last=self._clock(), numbers=[0])
 
     def accept(self, run: str, record: JournalRecord) -> None:
-        """Record a request on disk."""
+        """Record a request of a run on disk."""
         held = self._held[run]
         held.journal.append(record)
         held.last = self._clock()
@@ -260,7 +261,7 @@ class TrainingRuns:
                 held.cost = 0.0
 
     def give_up(self, run: str, numbers: Sequence[int], error: str) -> None:
-        """Record on disk that requests are not to be done."""
+        """Record on disk that a run's requests of these numbers are not to be done."""
         for number in numbers:
             self._note(self._held[run], number, RefusedVerb(error=error))
 
@@ -273,11 +274,11 @@ class TrainingRuns:
             names = {request_name(run, each): each for each in held.numbers}
         outcomes = self._futures.outcomes([*names])
         records = (_record_of(names[name], outcome) for name, outcome in outcomes.items() if names[name] <= number)
-        written_whole(held.place / f"results-{number}.log", records)
+        written_whole(held.directory / f"results-{number}.log", records)
         self._stores.keep(held.info)
-        checkpoint.begin_save(held.value.state, held.place / STATES, number, keep=1).wait()
+        checkpoint.begin_save(held.value.state, held.directory / STATES, number, keep=1).wait()
         held.journal.compact(lambda record: record.number > number)
-        for old in held.place.glob("results-*.log"):
+        for old in held.directory.glob("results-*.log"):
             if old.name != f"results-{number}.log":
                 old.unlink()
         with held.lock:
@@ -288,8 +289,8 @@ class TrainingRuns:
         """Drop the states and requests of an idle run whose session has ended; its description and checkpoints stay."""
         held = self._held[run]
         held.value, held.info = None, attrs.evolve(held.info, ended=True)
-        write_whole(held.place / INFO, json.dumps(cattrs.unstructure(held.info), indent=1).encode())
-        shutil.rmtree(held.place / STATES, ignore_errors=True)
+        write_whole(held.directory / INFO, json.dumps(cattrs.unstructure(held.info), indent=1).encode())
+        shutil.rmtree(held.directory / STATES, ignore_errors=True)
         held.journal.compact(lambda record: False)
 
     def open_runs(self) -> list[str]:
@@ -364,7 +365,7 @@ class TrainingRuns:
             if held.saved < 0:
                 raise ValueError("the run was not created: its first request failed")
             fresh = self._fresh(held.info)
-            state = checkpoint.load(fresh.state, held.place / STATES, held.saved)
+            state = checkpoint.load(fresh.state, held.directory / STATES, held.saved)
             held.value = attrs.evolve(fresh, state=state)
         return held.value
 
@@ -385,23 +386,23 @@ def _later(record: JournalRecord) -> RunVerb:
 def _failed(error: Exception) -> FailedRequest:
     """The outcome of a request that raised: a user's fault, a model's, or the machine's."""
     if isinstance(error, Refusal):
-        return error.outcome
+        return FailedRequest(error.message)
     if isinstance(error, ValueError):
         return FailedRequest(str(error)[:2000])
     return FailedRequest(f"the server failed: {words_of(error, 500)}", "server")
 
 
 def _try(held: HeldRun, number: int, tries: int) -> None:
-    """Record how many times a request has been tried, and that all before it have been done."""
+    """Record how many times request `number` has been tried, and that all before it have been done."""
     held.tried = number, tries
     with contextlib.suppress(OSError):  # a full disk: the request is to be done all the same
-        (held.place / DOING).write_text(f"{number} {tries}", "ascii")
+        (held.directory / DOING).write_text(f"{number} {tries}", "ascii")
 
 
-def _tried(place: Path) -> tuple[int, int]:
+def _tried(directory: Path) -> tuple[int, int]:
     """The first request that no server has done, and how many servers ended during it; (-1, 0) if that is not known."""
     try:
-        number, tries = (place / DOING).read_text("ascii").split()
+        number, tries = (directory / DOING).read_text("ascii").split()
         return int(number), int(tries)
     except (OSError, ValueError):
         return -1, 0

@@ -42,12 +42,12 @@ class RunActions(Protocol):
         ...
 
     def give_up(self, run: str, numbers: Sequence[int], error: str) -> None:
-        """Record on disk that these requests are not to be done."""
+        """Record on disk that a run's requests of these numbers are not to be done."""
         ...
 
 
 def request_name(run: str, number: int) -> str:
-    """The name of a run's request."""
+    """The name of a run's request by its number."""
     return f"{run}:{number}"
 
 
@@ -94,7 +94,7 @@ class Worker:
             self._runs.setdefault(name, RunQueue(name, next_number))
 
     def put(self, run: str, number: int, verb: RunVerb) -> None:
-        """Add a request."""
+        """Add request `number` of a run, decoded as `verb`."""
         with self._changed:
             queue = self._runs[run]
             if not queue.todo and not queue.busy:
@@ -103,13 +103,13 @@ class Worker:
             self._changed.notify_all()
 
     def knows(self, run: str, number: int) -> bool:
-        """Whether a request has been done, or waits."""
+        """Whether a run's request of this number has been done, or waits."""
         with self._changed:
             queue = self._runs[run]
             return number < queue.next or number in queue.todo
 
     def has_done(self, run: str, number: int) -> bool:
-        """Whether a request has been done."""
+        """Whether a run's request of this number has been done."""
         with self._changed:
             return number < self._runs[run].next
 

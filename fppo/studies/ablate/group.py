@@ -14,6 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from fppo import devices
 from fppo.laws._kernels import words
 from fppo.laws._search import LawViolation
 from fppo.laws.kernels import check_kernel
@@ -119,8 +120,8 @@ def _examine(
         size = _size(run())
         peak = measure.peak_bytes(run, device)
     except Exception as error:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        if devices.is_accelerator(device):
+            torch.accelerator.empty_cache()
         reason = f"it raised {type(error).__name__}: {_first_line(error)}"
         reason = f"{contract[1]}; at this shape {reason}" if broken else reason
         return _Examined(status="failed" if broken else "error", reason=reason, contract=contract)

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 import torch
 
+from fppo import devices
 from fppo.laws._kernels import words
 from fppo.studies.ablate.result import HostRates
 
@@ -24,8 +25,8 @@ WIDTH = {"cpu": 2048, "cuda": 8192}  # of the square matmul
 
 def synchronize(device: torch.device) -> None:
     """Waits for the work on the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if devices.is_accelerator(device):
+        torch.accelerator.synchronize(device)
 
 
 def seconds(fn: Callable[[], Any], device: torch.device) -> float:
@@ -40,13 +41,13 @@ def seconds(fn: Callable[[], Any], device: torch.device) -> float:
 def peak_bytes(fn: Callable[[], Any], device: torch.device) -> int | None:
     """The most memory that a call holds beyond what was in use before; on a CPU of the process, on Linux only."""
     gc.collect()
-    if device.type == "cuda":
+    if devices.is_accelerator(device):
         synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
         fn()
         synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+        return torch.accelerator.max_memory_allocated(device) - before
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that was freed but kept would hide what the call takes
     try:
@@ -93,7 +94,7 @@ def with_rates(machine: HostRates, device: torch.device, dtypes: tuple[torch.dty
 
 def host_of(device: torch.device) -> HostRates:
     """The model of the processor or accelerator, with torch's threads and version, and no rates yet."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    name = devices.title(device) if devices.is_accelerator(device) else _processor()
     return HostRates(device=name, threads=torch.get_num_threads(), torch=torch.__version__)
 
 

@@ -121,7 +121,8 @@ def estimators(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> Bias
 
 
 def modes(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
-    """Weight modes, with and without a baseline, over two prompts."""
+    """Measure the bias and noise of a step's gradient under every weight mode, for estimators with and without a
+    baseline, over two prompts. `own` are the user's advantage estimators by name, measured too."""
     worlds = [sizes.world(seed, prompts=2) for seed in range(sizes.worlds)]
     chosen = {"no baseline": reinforce, "rloo": advantages.rloo, "grpo": advantages.grpo}
     chosen |= {"gae, exact values": advantages.gae, **own}

@@ -226,6 +226,7 @@ ROLES: Mapping[str, str] = MappingProxyType(
         "update actor": "actor",
     }
 )
+TRAINED = ("actor", "critic")
 
 
 @attrs.frozen(kw_only=True)
@@ -251,7 +252,7 @@ class Pace:
 
 @attrs.frozen(kw_only=True)
 class PlannedSampling:
-    """How the responses of a case are sampled."""
+    """How the responses of a case are sampled: by which engine, with how many rows and bytes, and on which GPUs."""
 
     engine: Literal["embedded", "vllm"] = "embedded"
     sequences: int | None = None  # rows of a rollout, over all engines; None: those of an update
@@ -369,6 +370,10 @@ class Case:
             roles={},
         )
 
+    def at_rest(self, role: str) -> Case:
+        """The case with the overrides of a role's parameters between stages."""
+        return self.at(f"update {role}" if role in TRAINED else role)
+
     @property
     def bubble(self) -> float:
         """Time in which pipeline ranks wait for each other, relative to the time in which they work: (p - 1) / (v
@@ -391,10 +396,7 @@ class Case:
 
     @property
     def data_ranks(self) -> int:
-        ranks = 1
-        for axis in DATA_AXES:
-            ranks *= self.size(axis)
-        return ranks
+        return math.prod(map(self.size, DATA_AXES))
 
     @property
     def rows(self) -> int:
@@ -452,6 +454,11 @@ def balanced(sequences: int, most: int) -> tuple[int, int]:
     return -(-sequences // passes), passes
 
 
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
 def problems(case: Case) -> list[str]:
     """List the problems of a case, one line each."""
     wrong, sequence, tensor = [], case.size("sequence"), case.size("tensor")
@@ -469,7 +476,7 @@ def problems(case: Case) -> list[str]:
             wrong.append(f"--mesh.tensor {tensor}: {name}: {error}")
             continue
         if heads % sequence:
-            works = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            works = ", ".join(map(str, divisors(heads)))
             left = f" on each rank of --mesh.tensor {tensor}" if tensor > 1 else ""
             wrong.append(
                 f"--mesh.sequence {sequence}: {name} has {heads} attention heads{left}, which it does not divide; "
@@ -514,7 +521,7 @@ def _expert_problems(case: Case) -> list[str]:
         if not count:
             wrong.append(f"--mesh.expert {ranks}: {name} is {config.model_type!r}, which has no experts to cut")
         elif count % ranks:
-            works = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            works = ", ".join(map(str, divisors(count)))
             wrong.append(
                 f"--mesh.expert {ranks}: {name} has {count} experts, which it does not divide; these sizes do: {works}"
             )

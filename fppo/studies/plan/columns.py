@@ -43,8 +43,8 @@ class ColumnCall(NamedTuple):
 def column_calls(run: TrainSettings, case: Case) -> dict[str, list[ColumnCall]]:
     """The calls to each pool of a run, planned as `case`, that send or return columns, in the order of a step.
 
-    They are counted as `Group.calls` counts them: once, however many ranks there are. Metrics, handles, the objects of
-    rows, images and weights are not counted.
+    They are counted as `Group.calls` counts them: once, however many ranks there are. Metrics, handles, columns of
+    objects, images and weights are not counted.
     """
     places, pools = places_of(run.placement), pools_of(run.placement)
     ranks = pools[places["actor"]].ranks if "actor" in places else 1
@@ -57,7 +57,7 @@ def column_calls(run: TrainSettings, case: Case) -> dict[str, list[ColumnCall]]:
 
 @attrs.frozen
 class _Batch:
-    """The rows of a run's steps, at their largest width."""
+    """The rows of a run's steps, at their largest width; `row` is one of them, without data."""
 
     run: TrainSettings
     row: Experience  # one row with every column that it will have, without data
@@ -88,7 +88,8 @@ class _Batch:
 
     @property
     def passed(self) -> int:
-        """The number of rows in the policy's pass before the update, in any step after a run's first."""
+        """The number of rows in the policy's pass before the update, in each step after a run's first: all, few to
+        compare log-probs on, or 0 without such a pass."""
         source = old_log_probs_source(self.run)
         if source == "pass" or self.outputs:
             return self.rows

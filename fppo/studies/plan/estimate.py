@@ -15,8 +15,8 @@ from fppo.models.model import Model
 from fppo.runtime.mesh import AXES, DENSE, SHARD_AXES
 from fppo.runtime.offload import WINDOW
 from fppo.studies.plan import passes
-from fppo.studies.plan.case import Case, Hardware, Pace, overhead
-from fppo.studies.plan.passes import FROZEN, STAGES
+from fppo.studies.plan.case import TRAINED, Case, Hardware, Pace, overhead
+from fppo.studies.plan.passes import STAGES
 from fppo.studies.plan.track import Cost, Phase
 
 # Fractions of the peak that large operations reach, and the cost of small ones: rough, not measured on the machine at
@@ -277,9 +277,9 @@ def _own(case: Case, facts: Facts, *, shards: bool = True) -> float:
 
 
 def _rest(case: Case, name: str, facts: Facts) -> float:
-    at = case.at(name if name in FROZEN else f"update {name}")
-    trained = _STATE[at.offload] if name not in FROZEN else (0 if at.offload == "all" else at.dtype.itemsize)
-    return trained * _own(case, facts)
+    at = case.at_rest(name)
+    each = _STATE[at.offload] if name in TRAINED else (0 if at.offload == "all" else at.dtype.itemsize)
+    return each * _own(case, facts)
 
 
 def _moving(case: Case, name: str, facts: Facts) -> float:

@@ -14,8 +14,8 @@ from fppo.rollout.pool import Policy
 from fppo.rollout.sync import pieces
 from fppo.runtime.checkpoint import STAGE_BYTES
 from fppo.studies.plan import passes
-from fppo.studies.plan.case import BUILT_FOR_GPUS, CUDA_PROCESS, PROCESS, Case, pinned
-from fppo.studies.plan.passes import FROZEN, Built, base_dtype, every_shape, models_of, shard_shapes
+from fppo.studies.plan.case import BUILT_FOR_GPUS, CUDA_PROCESS, PROCESS, TRAINED, Case, pinned
+from fppo.studies.plan.passes import Built, base_dtype, every_shape, models_of, shard_shapes
 from fppo.studies.plan.track import Phase
 
 STATE, AWAY, READ, COPIES, BUCKET, RECEIVED, COLUMNS, ITSELF = (
@@ -49,13 +49,19 @@ class HostMemory:
 
 def host_of(case: Case, built: Built, stages: Mapping[str, Sequence[Phase]] = MappingProxyType({})) -> HostMemory:
     """Plan the host memory of a rank's process with these stages."""
-    on_gpu = case.hardware.on_gpu
-    rest = {ITSELF: float(CUDA_PROCESS if on_gpu else process_bytes()), STATE: state_bytes(case, built)}
+    on_gpu, state = case.hardware.on_gpu, state_of(case, built)
+    away = [pinned(size) if on_gpu else size for on_host, sizes in state.values() if on_host for size in sizes]
+    copies = sum(sum(sizes) for name, (_, sizes) in state.items() if name.startswith(TRAINED))
+    rest = {ITSELF: float(CUDA_PROCESS if on_gpu else process_bytes()), STATE: float(sum(away))}
     rest |= {AWAY: away_bytes(case, stages), COLUMNS: case.columns, RECEIVED: received_bytes(case, built)}
     return HostMemory(
         rest=rest,
         starting={READ: read_bytes(case, built)},
-        meanwhile={COPIES: checkpoint_bytes(case, built), BUCKET: bucket_bytes(case, built)},
+        # what a checkpoint's thread writes, and the buffer for copies from a GPU
+        meanwhile={
+            COPIES: float(copies + (STAGE_BYTES if copies and on_gpu else 0)),
+            BUCKET: bucket_bytes(case, built),
+        },
     )
 
 
@@ -68,23 +74,14 @@ def state_of(case: Case, built: Built) -> dict[str, tuple[bool, list[int]]]:
     """A rank's parameters and optimizer states between uses, by kind: whether they are on the host, and the bytes of
     each tensor. The base of adapters is not included."""
     found: dict[str, tuple[bool, list[int]]] = {}
-    for name in filter(case.has, models_of(case)):
-        at = case.at(name if name in FROZEN else f"update {name}")
-        sizes = _nbytes(shard_shapes(at, name, built).values(), at.dtype)
+    own_reference = case.reference and case.lora is None and case.has("reference")
+    for name in [*filter(case.has, models_of(case)), *["reference"] * own_reference]:
+        model, at = "actor" if name == "reference" else name, case.at_rest(name)
+        sizes = _nbytes(shard_shapes(at, model, built).values(), at.dtype)
         found[f"{name}'s parameters"] = at.offload == "all", sizes
-        if name not in FROZEN:
+        if name in TRAINED:
             found[f"{name}'s optimizer"] = at.offload != "none", moments(at, name, built)
-    if case.reference and case.lora is None and case.has("reference"):
-        at = case.at("reference")
-        sizes = _nbytes(shard_shapes(at, "actor", built).values(), at.dtype)
-        found["reference's parameters"] = at.offload == "all", sizes
     return found
-
-
-def state_bytes(case: Case, built: Built) -> float:
-    """Bytes of parameters and moments that are on the host between uses (`model.offload`)."""
-    every = [size for away, sizes in state_of(case, built).values() if away for size in sizes]
-    return float(sum(map(pinned, every)) if case.hardware.on_gpu else sum(every))
 
 
 def away_bytes(case: Case, stages: Mapping[str, Sequence[Phase]]) -> float:
@@ -96,25 +93,16 @@ def away_bytes(case: Case, stages: Mapping[str, Sequence[Phase]]) -> float:
 
 
 def read_bytes(case: Case, built: Built) -> float:
-    """Bytes of host memory while models are loaded: the largest tensor and, on its way to a GPU, a rank's part of the
-    largest model. On a CPU that part is counted elsewhere, since it stays."""
+    """The most bytes of host memory that one rank needs to load a model: the largest over its models, which are loaded
+    one after another. For a model it is its largest tensor and, on the way to a GPU, the rank's part of the model. On a
+    CPU that part is counted elsewhere, since it stays."""
     sizes = [0.0]
     for name in filter(case.has, models_of(case)):
         largest = max(shape.numel() for shape in built.model(case, name).whole_shapes.values())
-        dtype = case.at(name if name in FROZEN else f"update {name}").dtype
+        dtype = case.at_rest(name).dtype
         own = _nbytes(every_shape(case, name, built).values(), dtype if case.lora is None else base_dtype(case))
         sizes.append(largest * dtype.itemsize + (sum(own) if case.hardware.on_gpu else 0))
     return float(max(sizes))
-
-
-def checkpoint_bytes(case: Case, built: Built) -> float:
-    """Bytes of the copies that a thread writes (trained parameters and optimizer states of actor and critic, on ranks
-    with parts of their own), and of the buffer for copies from a GPU."""
-    size = 0
-    for name in (name for name in models_of(case) if name not in FROZEN and case.has(name)):
-        at = case.at(f"update {name}")
-        size += sum(_nbytes(shard_shapes(at, name, built).values(), at.dtype)) + sum(moments(at, name, built))
-    return float(size + (STAGE_BYTES if size and case.hardware.on_gpu else 0))
 
 
 def bucket_bytes(case: Case, built: Built) -> float:

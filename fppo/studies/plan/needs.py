@@ -10,15 +10,16 @@ import attrs
 from fppo.settings.plan import PlanSettings
 from fppo.settings.resolve import old_log_probs_source
 from fppo.settings.train import TrainSettings
-from fppo.studies.plan.case import Case, Pace
+from fppo.studies.plan.case import TRAINED, Case, Pace
 from fppo.studies.plan.host import state_of
 from fppo.studies.plan.pace import paced
-from fppo.studies.plan.passes import FROZEN, Built
+from fppo.studies.plan.passes import Built
 from fppo.studies.plan.plan import Plan, plan
 from fppo.studies.plan.run import case_of
 from fppo_kernels.table import Kernels
 
 _LOG_PROBS = "log-probs"
+SAVED = (*TRAINED, "reference")  # roles whose state is in a checkpoint
 
 
 @attrs.frozen(kw_only=True)
@@ -107,5 +108,5 @@ def _step_seconds(of: TrainSettings, planned: Plan, prompt: int) -> float:
 def _saved(case: Case) -> tuple[float, float]:
     """Bytes of a checkpoint, over all ranks, and bytes of the exported policy in the dtype of its state."""
     alone = attrs.evolve(case, mesh=dict.fromkeys(case.mesh, 1), virtual_stages=1)
-    sizes = {name: sum(each) for name, (_, each) in state_of(alone, Built()).items() if not name.startswith(FROZEN)}
+    sizes = {name: sum(each) for name, (_, each) in state_of(alone, Built()).items() if name.startswith(SAVED)}
     return float(sum(sizes.values())), float(sizes.get("actor's parameters", 0))

@@ -44,7 +44,7 @@ Fastest = Callable[[Callable[[], Any]], float]  # seconds of a call
 
 
 def paced(case: Case, kernels: Kernels, *, clock: Clock = time.perf_counter) -> Case:
-    """The case with the pace of this machine, whose CPU runs the `kernels`; it takes a few seconds.
+    """The case with this machine's pace: its CPU's times over the formulas', measured with `kernels` in a few seconds.
 
     Raises whatever the model raises if it does not run with fewer layers and a smaller vocabulary.
     """

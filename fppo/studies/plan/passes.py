@@ -110,7 +110,9 @@ def attention(
     sinks: Tensor | None = None,
     key_lengths: Lengths | None = None,
 ) -> Tensor:
-    """Compute attention/sdpa; where a GPU's kernel has the mask built in, only shapes and work of its results."""
+    """Attention for a plan, with the arguments of `attention/sdpa`, which computes it. Only if keys have other lengths
+    than queries, with no window, softcap or sinks, it stands for a GPU kernel with a built-in causal mask: shapes and
+    work are right then, the numbers are not."""
     masked = window is not None or softcap is not None or sinks is not None
     if masked or key_lengths is None or key_lengths.lengths == lengths.lengths:
         options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks, "key_lengths": key_lengths}
@@ -161,7 +163,6 @@ class _StandInTriton(torch.autograd.Function):
 T = TypeVar("T")
 KEPT = 16  # the number of cached runs
 REWARD, TEACHER = "reward model", "teacher"
-FROZEN = (REWARD, TEACHER)  # models that are never trained
 # models that differ in shape
 HEADS: Mapping[str, HeadKind] = {"actor": "lm", "critic": "value", REWARD: "value", TEACHER: "lm"}
 # the model that each stage runs, in the order of a step
@@ -257,7 +258,8 @@ class Built:
 
 
 def own_layers(case: Case, cuts: Sequence[range]) -> list[int]:
-    """The number of layers of each of the planned rank's stages."""
+    """The number of layers of each pipeline stage on the rank that is planned. `cuts` has the layers of every stage.
+    With P ranks on the pipeline axis, rank r holds the stages r, r + P, r + 2 P and so on."""
     return [len(cut) for cut in cuts[case.pipeline_rank :: case.size("pipeline")]]
 
 

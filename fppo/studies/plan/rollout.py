@@ -209,8 +209,8 @@ def _decodes_cut(case: Case) -> int:
 def _embedded(
     case: Case, sampling: PlannedSampling, engine: _Engine, rest: Mapping[str, float]
 ) -> tuple[dict[str, float], int, int]:
-    """Plan the embedded engine's schedule: bytes by kind, the rows that decode together, and the number of waves of
-    such rows."""
+    """Plan the embedded engine's schedule: bytes by kind, those at `rest` on the trainer's rank among them; the rows
+    that decode together; and the number of waves of such rows."""
     recorded = case.hardware.on_gpu and engine.cut == 1
     row, n = engine.row(ALIGNED if recorded else 1), sampling.n
     gathered, made = _gathered(case, sampling, engine), _made(case, engine)
@@ -283,7 +283,8 @@ def _made(case: Case, engine: _Engine) -> float:
 def _vllm(
     case: Case, sampling: PlannedSampling, engine: _Engine, rest: Mapping[str, float]
 ) -> tuple[dict[str, float], int, float]:
-    """Plan a vLLM engine: bytes by kind, the rows that decode together, and the bytes that it keeps during updates."""
+    """Plan a vLLM engine: bytes on one of its GPUs by kind, with the trainer's `rest` if that is there too; the rows
+    that decode together; and the bytes that it keeps on the trainer's GPU during updates."""
     own = {} if sampling.apart or sampling.pool is not None else dict(rest)
     hardware, weights = case.hardware, float(engine.numbers * engine.dtype.itemsize)
     trainer = overhead(hardware, case.groups, 0) if own else 0.0

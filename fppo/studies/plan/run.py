@@ -8,9 +8,9 @@ from pathlib import Path
 
 import attrs
 import torch
-from transformers import PreTrainedConfig
 
 from fppo._errors import json_of
+from fppo.fields import only
 from fppo.models.adapted import Lora
 from fppo.models.model import build
 from fppo.rollout.embedded import EmbeddedEngine
@@ -41,7 +41,9 @@ def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
     machine = resolve.Machine(device="cuda", capability=(8, 0)) if hardware.on_gpu else resolve.CPU
     of, _ = resolve.resolved(of, machine)
     model, mesh, lora, length = of.model, of.mesh, of.model.lora, of.data.max_prompt_tokens + of.rollout.max_tokens
-    own = lora.critic_rank if of.model.lora.used else 0
+    teacher, reward = model.teacher_path if of.uses_teacher else None, of.reward.model.path
+    own = lora.critic_rank if lora.critic_path is None else _rank_in(lora.critic_path)
+    own = own if lora.used else 0
     together = _together(of)
     if together != (1.0, 1.0) and build(config).stateful:
         together = (1.0, 1.0)
@@ -51,8 +53,7 @@ def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
         config=config,
         hardware=hardware,
         mesh=sizes_of(mesh, options.gpus),
-        virtual_stages=mesh.virtual_stages,
-        ring=mesh.ring,
+        **only(mesh, "virtual_stages", "ring"),
         load=options.expert_load,
         sharding=Sharding(mesh.stage, getattr(torch, mesh.reduce_dtype), mesh.prefetch),
         tokens=tokens,
@@ -63,18 +64,16 @@ def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
         response=of.rollout.max_tokens / length,
         critic=of.uses_critic_model,
         reference=of.uses_reference,
-        reward_model=None if of.reward.model.path is None else config_of(of.reward.model.path, "reward.model.path")[1],
-        teacher=_teacher(of),
+        reward_model=None if reward is None else config_of(reward, "reward.model.path")[1],
+        teacher=None if teacher is None else config_of(teacher, "model.teacher_path", model.config)[1],
         lora=_lora(lora, _rank(lora)),
         critic_lora=_lora(lora, _rank(lora) if own is None else own),
         lora_base=None if lora.base == "float" else lora.base,
         compute_dtype=None if model.compute_dtype == "float32" else getattr(torch, model.compute_dtype),
-        checkpoint_layers=model.checkpoint_layers,
+        **only(model, "checkpoint_layers", "offload", "offload_activations"),
         log_probs=model.log_probs if model.log_probs in LOG_PROBS else "chunked",
         packs=not (hardware.on_gpu or of.rollout.exact) and model.linear == "onednn",
         graphs=model.graphs is True,
-        offload=model.offload,
-        offload_activations=model.offload_activations,
         forward_tokens=model.forward_token_budget,
         roles=_roles(of, length, together[0]),
         sampling=_sampling(of) if options.sampling else None,
@@ -82,23 +81,12 @@ def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
     )
 
 
-def _teacher(of: TrainSettings) -> PreTrainedConfig | None:
-    """The config of the teacher's model; None for a run without a teacher."""
-    path = of.model.teacher_path if of.uses_teacher else None
-    return None if path is None else config_of(path, "model.teacher_path", of.model.config)[1]
-
-
 def _tokens(section: ActorSettings | CriticSettings, of: TrainSettings, together: float) -> int:
     """The largest number of distinct tokens in one pass of an update, if all rows have the maximal length: the
     section's token budget or, without one, the tokens of its micro-batch, where each `together` rows share a prompt."""
     size, tokens = section.passes
-    length = of.data.max_prompt_tokens + of.rollout.max_tokens
-    return max(length, tokens or _distinct(of, size or 1, together))
-
-
-def _distinct(of: TrainSettings, rows: int, together: float) -> int:
-    """The number of distinct tokens in `rows` rows of maximal length, if each `together` rows share a prompt."""
-    return math.ceil(rows / together) * of.data.max_prompt_tokens + rows * of.rollout.max_tokens
+    rows, prompt, response = size or 1, of.data.max_prompt_tokens, of.rollout.max_tokens
+    return max(prompt + response, tokens or math.ceil(rows / together) * prompt + rows * response)
 
 
 def _together(of: TrainSettings) -> tuple[float, float]:
@@ -145,13 +133,15 @@ def _sampling(of: TrainSettings) -> PlannedSampling:
 
 def _rank(lora: LoraSettings) -> int:
     """The rank (size) of the policy's adapter, read from its files if the settings name any; 0 without an adapter."""
-    if lora.path is None:
-        return lora.rank
-    return json_of((Path(lora.path) / "adapter_config.json").read_text(encoding="utf-8"))["r"]
+    return lora.rank if lora.path is None else _rank_in(lora.path)
+
+
+def _rank_in(path: str) -> int:
+    return json_of((Path(path) / "adapter_config.json").read_text(encoding="utf-8"))["r"]
 
 
 def _lora(lora: LoraSettings, rank: int) -> Lora | None:
-    return Lora(rank, 1.0, lora.targets) if rank else None
+    return Lora(rank, 1.0, lora.targets, exclude=lora.exclude) if rank else None
 
 
 def _roles(of: TrainSettings, length: int, together: float) -> dict[str, Role]:
@@ -165,9 +155,7 @@ def _roles(of: TrainSettings, length: int, together: float) -> dict[str, Role]:
     if of.uses_critic_model:
         roles["critic"] = Role(
             tokens=None if tokens == _tokens(of.actor, of, together) else tokens,
-            compute_dtype=critic.compute_dtype,
-            checkpoint_layers=critic.checkpoint_layers,
-            offload=critic.offload,
+            **only(critic, "compute_dtype", "checkpoint_layers", "offload"),
         )
     if of.uses_reference:
         roles["reference"] = Role(offload=place(of.model.ref_offload), dtype=getattr(torch, of.model.ref_dtype))

@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from fppo.studies.plan import passes
-from fppo.studies.plan.case import Case, problems, with_sequences
+from fppo.studies.plan.case import Case, divisors, problems, with_sequences
 from fppo.studies.plan.estimate import ORDER, ROOM, Facts, Rough, facts_of, rough
 from fppo.studies.plan.passes import Built, models_of
 from fppo.studies.plan.plan import Plan, plan
@@ -90,8 +90,8 @@ def families(case: Case) -> list[list[Flags]]:
         choices.append([{TOKENS: tokens} for tokens in _budgets(case)])
     replicate, shard = case.size("replicate"), case.size("shard")
     if replicate > 1:
-        divisors = [n for n in range(2, replicate + 1) if replicate % n == 0]
-        choices.append([{"mesh.replicate": replicate // n, "mesh.shard": shard * n} for n in divisors])
+        factors = divisors(replicate)[1:]
+        choices.append([{"mesh.replicate": replicate // n, "mesh.shard": shard * n} for n in factors])
     if case.checkpoint_layers is not True:
         kinds = (True,) if case.checkpoint_layers else ("selective", True)
         choices.append([{"model.checkpoint-layers": how} for how in kinds])
@@ -301,22 +301,18 @@ def _planned(
 def meshes(ranks: int, *, experts: bool = False) -> Iterator[tuple[dict[str, int], int]]:
     """All meshes of `ranks` ranks with their virtual stages, with expert axes if there are `experts`; a sequence axis
     or a context axis cuts rows."""
-    divisors = _divisors(ranks)
-    for pipeline, replicate, cut, tensor in itertools.product(divisors, repeat=4):
+    sizes_of_axes = divisors(ranks)
+    for pipeline, replicate, cut, tensor in itertools.product(sizes_of_axes, repeat=4):
         rest, left = divmod(ranks, pipeline * replicate * cut * tensor)
         if left or not rest:
             continue
         pairs = {(cut, 1): None, (1, cut): None}
-        for expert, (sequence, context) in itertools.product(divisors if experts else (1,), pairs):
+        for expert, (sequence, context) in itertools.product(sizes_of_axes if experts else (1,), pairs):
             if rest % expert:
                 continue
             sizes = (pipeline, replicate, rest // expert, expert, sequence, context, tensor)
             for virtual in VIRTUAL if pipeline > 1 else (1,):
                 yield dict(zip(ORDER, sizes, strict=True)), virtual
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _unused(case: Case, sequences: int, facts: Mapping[str, Facts]) -> str | None:

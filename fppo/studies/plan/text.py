@@ -316,7 +316,8 @@ def of_engines(engines: Engines) -> list[Section]:
 
 
 def of_columns(calls: Sequence[ColumnCall]) -> list[Section]:
-    """The section on the columns that the calls of a step send to one pool and get back."""
+    """Write the section on the bytes that the calls of one step send to one pool and get back, in MiB. Returns a list
+    of this one section, empty without `calls`. The table of what comes back is left out if nothing does."""
     if not calls:
         return []
     sent, given = [(x.call, x.there) for x in calls], [(x.call, x.back) for x in calls if x.back]

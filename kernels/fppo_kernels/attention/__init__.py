@@ -18,7 +18,7 @@ FEATURES = ("gqa", "window", "softcap", "sinks", "key_lengths")
 
 
 class AttentionCase(NamedTuple):
-    """A case of attention for the laws: heads, and keywords of the call."""
+    """A case of attention for the laws: key heads, query heads for each (`groups`), and keywords of the call."""
 
     kv_heads: int = 1
     groups: int = 1

@@ -118,7 +118,7 @@ def sdpa(
 
 
 def _gathered(x: Tensor, index: Tensor, back: Tensor, real: Tensor | None = None) -> Tensor:
-    """Index rows: x[index]; see `_GatheredRows`."""
+    """Index rows: x[index]; `back` and `real` are for the gradient, see `_GatheredRows`."""
     return x.index_select(0, index) if active() else _GatheredRows.apply(x, index, back, real)
 
 
@@ -155,7 +155,7 @@ class _Plan(NamedTuple):
 
 
 def _plans(lengths: tuple[int, ...], seen: tuple[int, ...], device: torch.device) -> tuple[_Plan, _Plan]:
-    """Plans for queries (the last tokens of their sequences) and for keys."""
+    """Plans for queries (the last tokens of their sequences) and for keys; `seen` are the keys' lengths."""
     before = [count - size for size, count in zip(lengths, seen, strict=True)]
     groups = _groups(lengths, before)
     own = _plan(lengths, groups, device)

@@ -21,8 +21,7 @@ def sdpa(
     softcap: float | None = None,
     sinks: Float[Tensor, " q"] | None = None,
 ) -> Float[Tensor, "r q e"]:
-    """Compute `eager` in one call of torch's function; with soft cap or sinks, which torch lacks, call `eager`
-    itself."""
+    """Compute `eager` in one call of torch's function; with soft cap or sinks, which torch lacks, by `eager` itself."""
     if softcap is not None or sinks is not None:
         return eager(query, keys, values, bias, start=start, end=end, scale=scale, softcap=softcap, sinks=sinks)
     # a group's heads as several queries: keys and values are read once, and not repeated

@@ -17,8 +17,7 @@ def _call(kernel: Kernel, x: Arguments, keywords: Arguments, outputs: Sequence[s
 
 
 def _draw(generator: torch.Generator, rows: int, width: int, number: int, wide: int | None) -> Drawn:
-    """Draw weights with twice or half as many outputs as inputs, with and without a bias, for inputs [rows, H] or [2,
-    rows, H]."""
+    """Draw weights with twice or half as many outputs as inputs, with or without a bias, and inputs [(2,) rows, H]."""
     draw, out = partial(normal64, generator), 2 * width if number % 2 else (width + 1) // 2
     batch = (2, rows) if number >= 2 else (rows,)
     extras = {"bias": draw(out)} if number % 3 else {}

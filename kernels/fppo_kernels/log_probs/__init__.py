@@ -44,8 +44,7 @@ def _call(kernel: Kernel, x: Arguments, keywords: Arguments, outputs: Sequence[s
 
 
 def _draw(generator: torch.Generator, rows: int, width: int, number: int, wide: int | None) -> Drawn:
-    """Draw numbers that float32 represents exactly; extreme logits are integers, so that float32 computes them
-    exactly."""
+    """Draw numbers that float32 represents exactly; extreme logits are integers, so that it computes them exactly."""
     case, hidden_size = _CASES[number], wide or 2
 
     def draw(*shape: int, step: float = 1.0) -> Tensor:

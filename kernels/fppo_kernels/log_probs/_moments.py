@@ -27,7 +27,7 @@ def empty(splits: int, like: Tensor) -> Moments:
 
 
 def put(moments: Moments, split: int, rows: slice, logits: Tensor, entropy: bool, sum_squared: bool) -> None:
-    """Write the moments of one split, computed from its logits [n, v]."""
+    """Write the moments of tokens `rows` over one split, from its logits [n, v]; entropy and sum if requested."""
     probs = torch.softmax(logits, -1)
     maximum = logits.amax(-1)
     log_sum = -probs.amax(-1).log_()  # the largest probability is exp(0) / sum
@@ -64,5 +64,5 @@ def first_row(weight: Tensor, axis: Axis) -> Tensor | int:
 
 
 def share(splits: Moments, split: int, total: Moments) -> Tensor:
-    """The probability [N] of one split of the vocabulary."""
+    """The probability [N] of one split of the vocabulary, given the moments of all splits and of the `total`."""
     return (splits.maximum[split] - total.maximum + splits.log_sum[split] - total.log_sum).exp_()

@@ -26,7 +26,7 @@ def _tanh(x):
 
 @triton.jit
 def _find_tile(blocks, columns, GROUP: tl.constexpr):
-    """The block of tokens and the column of this instance: GROUP adjacent blocks run side by side and share the
+    """The block of tokens and the column of this instance: GROUP adjacent blocks run side by side, sharing the
     cache."""
     index = tl.program_id(0)
     group = index // (GROUP * columns)

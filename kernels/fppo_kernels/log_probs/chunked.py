@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ CUDA_TILES = Tiles(8192, 256 << 20, 1 << 26)
 
 
 class SlabWork(NamedTuple):
-    """The two functions that work on slabs of raw logits [n, v]: one for the forward pass, one for the backward
-    pass."""
+    """The two functions that work on slabs of raw logits [n, v]: `measure` in the forward pass, `differentiate` in the
+    backward pass."""
 
     # the logits of labels [N], 0 for labels on other ranks, and the moments of each split of the vocabulary
     measure: Callable[[PassInputs], tuple[Tensor, Moments]]
@@ -43,13 +43,14 @@ class SlabWork(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Non-tensor options of the outputs, and how they are computed."""
+    """Non-tensor arguments of the operation, and how its outputs are computed."""
 
     softcap: float | None
     scale: float
     tempered: bool  # False: every temperature is 1
     entropy: bool
     sum_squared: bool
+    axis: Axis
     tiles: Tiles
     work: SlabWork
 
@@ -96,8 +97,8 @@ def split_range(length: int, size: int) -> list[slice]:
 
 
 def _slabs(inputs: PassInputs) -> tuple[list[slice], list[slice]]:
-    """The parts of the vocabulary, and the parts of the tokens. One part of the tokens with one part of the vocabulary
-    is a slab."""
+    """The parts of the vocabulary, and those of the tokens. A slab is one part of the tokens with one of the
+    vocabulary."""
     tokens = max(1, min(len(inputs.hidden), inputs.rule.tiles.tokens))
     width = max(1, inputs.rule.tiles.slab // (tokens * inputs.hidden.element_size()))
     return split_range(len(inputs.weight), width), split_range(len(inputs.hidden), tokens)
@@ -147,8 +148,9 @@ class Coefficients(NamedTuple):
 def _coefficients(
     inputs: PassInputs, label_logits: Tensor, total: Moments, grads: tuple[Tensor, Tensor | None, Tensor | None]
 ) -> Coefficients:
-    """Compute the coefficients. With z the logits: d log p_y / dz = 1_y - p; d H / dz = -p (log p + H); d (sum p^2) /
-    dz = 2 p (p - sum p^2)."""
+    """Compute the coefficients of the logits' gradient, given `grads` by log-probs, entropies and sums of squares (None
+    if not needed). With z the logits: d log p_y / dz = 1_y - p; d H / dz = -p (log p + H); d (sum p^2) / dz = 2 p (p -
+    sum p^2)."""
     d_label, d_entropy, d_squared = grads
     slope = inputs.rule.scale / inputs.temperature
     constant = -d_label
@@ -177,7 +179,8 @@ def _write_d_raw(
     out: Tensor,
 ) -> None:
     """Write the gradient by hidden @ weight.T for the tokens `rows` and one split of the vocabulary to `out`, without
-    the terms at labels. `share` [N] is the split's total probability. Overwrites `logits`."""
+    the terms at labels. `share` [N] is the split's total probability, `maximum` [N] each token's greatest logit.
+    Overwrites `logits`."""
     constant, linear, squared = coefficients.at(rows, share)
     probs = torch.softmax(logits, -1)
     bend = None
@@ -209,42 +212,35 @@ def _differentiate(
 BLOCKS = SlabWork(_measure, _differentiate)
 
 
-class ChunkedOptions(NamedTuple):
-    """Non-tensor arguments of the operation."""
-
-    rule: Rule
-    axis: Axis
-
-
 def _outputs(
-    options: ChunkedOptions, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: Tensor
+    rule: Rule, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: Tensor
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
     wide_bias = None if bias is None else bias.to(temperature)
-    own = labels - _moments.first_row(weight, options.axis)
-    inputs = PassInputs(options.rule, hidden, weight, wide_bias, own, temperature)
-    label_logits, moments = options.rule.work.measure(inputs)
-    label_logits = all_reduce(label_logits, options.axis)
-    total = _moments.merge_ranks(moments, options.axis)
+    own = labels - _moments.first_row(weight, rule.axis)
+    inputs = PassInputs(rule, hidden, weight, wide_bias, own, temperature)
+    label_logits, moments = rule.work.measure(inputs)
+    label_logits = all_reduce(label_logits, rule.axis)
+    total = _moments.merge_ranks(moments, rule.axis)
     outputs = (label_logits - total.maximum - total.log_sum).clamp_(max=0), total.entropy, total.sum_squared
     return outputs, (own, label_logits, total.maximum, total.log_sum, *moments)
 
 
 def _gradients(
-    options: ChunkedOptions,
+    rule: Rule,
     tensors: tuple[Tensor | None, ...],
     kept: tuple[Tensor, ...],
     grads: tuple[Tensor | None, ...],
     needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    (rule, axis), (hidden, weight, bias, _, temperature) = options, tensors
+    hidden, weight, bias, _, temperature = tensors
     entropy, sum_squared, own, label_logits, maximum, log_sum, *moments = kept
     assert hidden is not None
     assert weight is not None
     assert temperature is not None
     inputs = PassInputs(rule, hidden, weight, None if bias is None else bias.to(temperature), own, temperature)
-    shared = axis.size > 1  # all ranks get the gradients of all outputs, used there or not
+    shared = rule.axis.size > 1  # all ranks get the gradients of all outputs, used there or not
     d_outputs = [torch.zeros_like(label_logits) if grad is None else grad for grad in grads]
-    d_label, d_entropy, d_squared = (all_reduce(x, axis) for x in d_outputs)
+    d_label, d_entropy, d_squared = (all_reduce(x, rule.axis) for x in d_outputs)
     used = (
         d_label,
         d_entropy if rule.entropy and (shared or grads[1] is not None) else None,
@@ -256,11 +252,8 @@ def _gradients(
     return d_hidden, d_weight, d_bias if d_bias is None or bias is None else d_bias.to(bias.dtype), None, None
 
 
-def _definition(
-    options: ChunkedOptions, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: Tensor
-) -> tuple[Tensor, ...]:
-    rule = options.rule
-    return every_output(hidden, weight, bias, labels, temperature, rule.softcap, rule.scale, options.axis)
+def _definition(rule: Rule, *tensors: Any) -> tuple[Tensor, ...]:
+    return every_output(*tensors, softcap=rule.softcap, scale=rule.scale, axis=rule.axis)
 
 
 _PASSES = TwoPass(
@@ -337,6 +330,6 @@ def chunked(
     temperatures = per_token(temperature, hidden, wide)
     tempered = isinstance(temperature, Tensor) or temperature != 1.0
     tiles = tiles or (CUDA_TILES if hidden.is_cuda else CPU_TILES)
-    rule = Rule(softcap, scale, tempered, entropy, sum_squared, tiles, work)
-    out = run(_PASSES, ChunkedOptions(rule, axis or Axis()), hidden, weight, bias, labels, temperatures)
+    rule = Rule(softcap, scale, tempered, entropy, sum_squared, axis or Axis(), tiles, work)
+    out = run(_PASSES, rule, hidden, weight, bias, labels, temperatures)
     return LogProbs(out[0], out[1] if entropy else None, out[2] if sum_squared else None)

@@ -41,12 +41,13 @@ class Tiling(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """Non-tensor options of the outputs, and the tiling."""
+    """Non-tensor arguments of the operation, and the tiling."""
 
     softcap: float | None
     scale: float
     entropy: bool
     sum_squared: bool
+    axis: Axis
     tiling: Tiling
 
 
@@ -138,7 +139,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _write_slab(
     inputs: _Inputs, rows_of: Tensor, asked: tuple[bool, bool], rows: slice, vocab: slice, slab: Tensor
 ) -> None:
-    """Write into `slab` the gradient of the loss by the products hidden[rows] @ weight[vocab].T."""
+    """Write into `slab` the gradient of the loss by the products hidden[rows] @ weight[vocab].T. `asked`: whether
+    entropy and sum_squared were requested."""
     tiling, place = inputs.rule.tiling, {"start": vocab.start, "stop": vocab.stop, "stride": slab.stride(0)}
     blocks = _triton.cdiv(len(slab), tiling.tokens) * _triton.cdiv(slab.shape[1], tiling.vocab)
     arguments: dict[str, Any] = {**inputs.arguments(rows, *asked), **place, "scale": inputs.rule.scale}
@@ -179,52 +181,42 @@ def _backward(
     return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, narrow
 
 
-class TritonOptions(NamedTuple):
-    """Non-tensor arguments of the operation."""
-
-    rule: _Rule
-    axis: Axis
-
-
 def _outputs(
-    options: TritonOptions, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: Tensor
+    rule: _Rule, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: Tensor
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    shifted = labels - _moments.first_row(weight, options.axis)
-    own, moments = _forward(_whole(options, hidden, weight, bias, shifted, temperature))
-    own = all_reduce(own, options.axis)
-    total = _moments.merge_ranks(moments, options.axis)
+    shifted = labels - _moments.first_row(weight, rule.axis)
+    own, moments = _forward(_whole(rule, hidden, weight, bias, shifted, temperature))
+    own = all_reduce(own, rule.axis)
+    total = _moments.merge_ranks(moments, rule.axis)
     outputs = (own - total.maximum - total.log_sum).clamp_(max=0), total.entropy, total.sum_squared
     return outputs, (shifted, torch.stack(total), own)
 
 
-def _whole(options: TritonOptions, *tensors: Tensor | None) -> _Inputs:
-    return _Inputs(options.rule, *(x if x is None else x.contiguous() for x in tensors))  # pyright: ignore[reportArgumentType]
+def _whole(rule: _Rule, *tensors: Tensor | None) -> _Inputs:
+    return _Inputs(rule, *(x if x is None else x.contiguous() for x in tensors))  # pyright: ignore[reportArgumentType]
 
 
 def _gradients(
-    options: TritonOptions,
+    rule: _Rule,
     tensors: tuple[Tensor | None, ...],
     kept: tuple[Tensor, Tensor, Tensor],
     grads: tuple[Tensor | None, ...],
     needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     shifted, total, own = kept
-    inputs = _whole(options, *tensors[:3], shifted, tensors[4])
+    inputs = _whole(rule, *tensors[:3], shifted, tensors[4])
     # all ranks of an axis get the gradients of all outputs, used there or not
-    if options.axis.size > 1:
-        used = options.rule.entropy, options.rule.sum_squared
+    if rule.axis.size > 1:
+        used = rule.entropy, rule.sum_squared
     else:
         used = grads[1] is not None, grads[2] is not None
     d_outputs = torch.stack([torch.zeros_like(total[0]) if grad is None else grad for grad in grads])
-    rows_of = torch.cat([total, all_reduce(d_outputs, options.axis), own[None]])
+    rows_of = torch.cat([total, all_reduce(d_outputs, rule.axis), own[None]])
     return *_backward(inputs, rows_of, used, needed), None, None
 
 
-def _definition(
-    options: TritonOptions, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: Tensor
-) -> tuple[Tensor, ...]:
-    rule = options.rule
-    return every_output(hidden, weight, bias, labels, temperature, rule.softcap, rule.scale, options.axis)
+def _definition(rule: _Rule, *tensors: Any) -> tuple[Tensor, ...]:
+    return every_output(*tensors, softcap=rule.softcap, scale=rule.scale, axis=rule.axis)
 
 
 _PASSES = TwoPass(
@@ -276,6 +268,6 @@ def triton(
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     hidden, weight = hidden.to(dtype).contiguous(), weight.to(dtype).contiguous()
     temperatures = per_token(temperature, hidden, torch.float32)
-    rule = _Rule(softcap, scale, entropy, sum_squared, tiling or choose_tiling(hidden, weight))
-    out = run(_PASSES, TritonOptions(rule, axis or Axis()), hidden, weight, bias, labels, temperatures)
+    rule = _Rule(softcap, scale, entropy, sum_squared, axis or Axis(), tiling or choose_tiling(hidden, weight))
+    out = run(_PASSES, rule, hidden, weight, bias, labels, temperatures)
     return LogProbs(out[0], out[1] if entropy else None, out[2] if sum_squared else None)

@@ -18,7 +18,7 @@ _FILE = "rms_norm/_rows.cpp"
 def _forward(
     options: NormNumbers, x: Tensor, residual: Tensor | None, weight: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor]]:
-    """The norm of each row, with a residual also the sum x + residual; and the factor of each row, 1 / sqrt(mean(x^2) +
+    """The norm of each row, with a residual also the sum x + residual; and each row's factor, 1 / sqrt(mean(x^2) +
     eps)."""
     x, weight = x.contiguous(), weight.contiguous()
     residual = None if residual is None else residual.contiguous()

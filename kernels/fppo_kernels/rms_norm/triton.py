@@ -29,7 +29,7 @@ def _cut(width: int, **asked: bool) -> dict[str, Any]:
 def _forward(
     options: NormNumbers, x: Tensor, residual: Tensor | None, weight: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor]]:
-    """The norm of each row, with a residual also the sum x + residual; and the factor of each row, 1 / sqrt(mean(x^2) +
+    """The norm of each row, with a residual also the sum x + residual; and each row's factor, 1 / sqrt(mean(x^2) +
     eps)."""
     x, weight, (rows, width) = x.contiguous(), weight.contiguous(), x.shape
     out, scales = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)

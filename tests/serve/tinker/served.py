@@ -54,18 +54,17 @@ class Host:
 
     url: str
     service: TinkerService
+    client: httpx.Client
 
     def post(self, path: str, body: Mapping | bytes, *, key: str | None = KEY, **headers: str) -> httpx.Response:
         """The response to a request of its own."""
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         given |= {} if key is None else {"x-api-key": key}
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        with httpx.Client() as client:
-            return client.post(f"{self.url}/api/v1/{path}", content=content, headers=given)
+        return self.client.post(f"{self.url}/api/v1/{path}", content=content, headers=given)
 
     def get(self, path: str, *, key: str | None = KEY) -> httpx.Response:
-        with httpx.Client() as client:
-            return client.get(f"{self.url}/api/v1/{path}", headers={} if key is None else {"x-api-key": key})
+        return self.client.get(f"{self.url}/api/v1/{path}", headers={} if key is None else {"x-api-key": key})
 
     def params(self, run: str) -> dict[str, torch.Tensor]:
         """The trained parameters of a run."""
@@ -94,7 +93,7 @@ def served(
         service.start(loops)
         app = tinker_app(service, keys=(KEY, OTHER), flags=flags)
         url = opened.enter_context(serving(app, bound_socket("127.0.0.1", port)))
-        yield Host(url, service)
+        yield Host(url, service, opened.enter_context(httpx.Client(verify=False, timeout=60)))
 
 
 def equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

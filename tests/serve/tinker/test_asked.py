@@ -16,31 +16,31 @@ from tinker.proto import tinker_public_pb2 as pb
 from fppo.key import Key
 from fppo.rollout.requests import FinishedRequest
 from fppo.rollout.scores import DrawnScores, PromptScores, TopTokens
+from fppo.serve.refusal import Refusal
 from fppo.serve.tinker.decode import TinkerBounds
 from fppo.serve.tinker.encode import EMPTY, pass_payload, sample_payload
-from fppo.serve.tinker.futures import Refusal
 from fppo.serve.tinker.runs import PassOutputs
 from fppo.serve.tinker.samples import sample_request, sample_work
 from tests.serve.tinker.served import LIMIT, SIZE, base, tokenizer
 
 RULES = attrs.evolve(base().rules, seed=9)
 BOUNDS = TinkerBounds(samples=5, scored=60, drawn_top=4, stops=3)
-PROMPT = st.lists(st.integers(0, SIZE - 1), min_size=1, max_size=8)
+PROMPT = st.lists(st.integers(0, SIZE - 1), min_size=1, max_size=8) | st.sampled_from([[3] * 31, [3] * 32])
 PARAMS = st.fixed_dictionaries(
     {},
     optional={
-        "max_tokens": st.integers(1, LIMIT + 1),
+        "max_tokens": st.integers(0, LIMIT + 1),
         "seed": st.sampled_from([0, 5, -1]),
         "temperature": st.sampled_from([0.0, 0.5, 1.0]),
         "top_k": st.sampled_from([-1, 3]),
         "top_p": st.sampled_from([0.5, 1.0]),
-        "stop": st.sampled_from([[], [4, 5], ["1", "+2"], "3"]),
+        "stop": st.sampled_from([[], [4, 5], [4, 5, 6, 7], ["1", "+2"], "3"]),
     },
 )
 MORE = st.fixed_dictionaries(
     {},
     optional={
-        "num_samples": st.integers(1, 6),
+        "num_samples": st.integers(0, 6),
         "prompt_logprobs": st.booleans(),
         "prompt_logprobs_last_n": st.integers(1, 8),
         "topk_prompt_logprobs": st.integers(0, 9),
@@ -51,19 +51,22 @@ MORE = st.fixed_dictionaries(
 )
 
 
-def refused(ids, params, more):
+def refused(ids, params, more, targeted):
     """Whether the request goes beyond a bound."""
     room = LIMIT - len(ids)
     last = more.get("prompt_logprobs_last_n")
     return (
-        params.get("max_tokens", room) > room
-        or more.get("num_samples", 1) > 5
+        not 0 < params.get("max_tokens", room) <= room
+        or not 0 < more.get("num_samples", 1) <= 5
+        or len(params.get("stop", "")) > 3
+        or (targeted and 2 * len(ids) > 60)
         or max(more.get("topk_prompt_logprobs", 0), more.get("prompt_alt_tokens_k", 0)) * len(ids) > 60
         or more.get("topk_sample_logprobs", 0) > 4
         or (last is not None and (not more.get("prompt_logprobs") or last >= len(ids)))
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(PROMPT, PARAMS, MORE, st.booleans())
 def test_the_engine_gets_what_a_client_asks(ids, params, more, targeted):
@@ -74,7 +77,7 @@ def test_the_engine_gets_what_a_client_asks(ids, params, more, targeted):
         data = {"data": [x for row in targets for x in row], "dtype": "int64", "shape": [len(ids) - 1, 2]}
         body["target_prompt_logprobs"] = data
     request = sample_request(json.dumps(body).encode())
-    if refused(ids, params, more):
+    if refused(ids, params, more, targeted):
         with pytest.raises(Refusal):
             sample_work(request, "s:1", rules=RULES, bounds=BOUNDS)
         return

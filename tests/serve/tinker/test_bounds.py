@@ -13,9 +13,10 @@ from PIL import Image
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
+from fppo.serve.refusal import Refusal
 from fppo.serve.tinker import decode
 from fppo.serve.tinker.decode import TinkerBounds
-from fppo.serve.tinker.futures import Futures, Refusal
+from fppo.serve.tinker.futures import Futures
 from fppo.serve.tinker.guard import decompressed
 from fppo.serve.tinker.samples import sample_work
 from tests.serve.tinker.served import SIZE, base

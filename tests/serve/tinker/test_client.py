@@ -171,6 +171,7 @@ def test_a_loop_that_samples_what_it_learns_from_ends_with_the_same_bits(host, s
     assert equal(host.params(trainer.model_id), run.state.params)
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_end_with_the_bits_of_each_alone(host, service):
     async def both():
         trainers = [service.create_lora_training_client("tiny", rank=2, seed=s) for s in range(2)]
@@ -192,6 +193,7 @@ def test_two_runs_at_once_end_with_the_bits_of_each_alone(host, service):
         assert equal(host.params(name), alone.state.params)
 
 
+@pytest.mark.slow
 def test_gradients_do_not_depend_on_how_a_batch_is_cut_into_chunks(tmp_path):
     data = theirs(0, count=7)
     ends = []
@@ -207,23 +209,6 @@ def test_gradients_do_not_depend_on_how_a_batch_is_cut_into_chunks(tmp_path):
         torch.testing.assert_close(a["logprobs"].to_torch(), b["logprobs"].to_torch(), atol=1e-5, rtol=0)
     for name in one:
         torch.testing.assert_close(one[name], other[name], atol=1e-4, rtol=1e-3)
-
-
-def test_any_targets_and_several_at_a_position_have_their_log_probs(service):
-    trainer = service.create_lora_training_client("tiny", rank=2, seed=0).result()
-    tokens = [4, 5, 6, 7]
-    every = torch.arange(SIZE).repeat(4, 1)
-    weights = torch.zeros(4, SIZE)
-    weights[:, 3] = 1.0
-    datum = types.Datum(
-        model_input=types.ModelInput.from_ints(tokens),
-        loss_fn_inputs={"target_tokens": TensorData.from_torch(every), "weights": TensorData.from_torch(weights)},
-    )
-    found = trainer.forward([datum], "cross_entropy").result()
-    log_probs = found.loss_fn_outputs[0]["logprobs"].to_torch()
-    assert log_probs.shape == (4, SIZE)
-    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(4), atol=1e-5, rtol=0)
-    assert found.metrics["loss:sum"] == pytest.approx(-log_probs[:, 3].sum().item(), rel=1e-5)
 
 
 def test_sparse_targets_are_those_written_out(service):
@@ -340,6 +325,7 @@ def test_stops_are_tokens_texts_the_models_own_or_none(service):
     assert drawn(stop=[]).tokens == free.tokens, "a seed draws the same again"
 
 
+@pytest.mark.slow
 def test_checkpoints_are_saved_loaded_listed_and_deleted(host, service):
     rest = tinker.RestClient(base_url=host.url, api_key=KEY)
     trainer = service.create_lora_training_client("tiny", rank=2, seed=0, user_metadata={"for": "tests"}).result()
@@ -437,27 +423,6 @@ def test_keys_are_by_run(host, service):
             stranger.create_training_client_from_state(path).result()
 
 
-def test_a_failed_pass_leaves_the_step_without_gradients(host, service):
-    trainer = service.create_lora_training_client("tiny", rank=2, seed=0).result()
-    before = host.params(trainer.model_id)
-    bad = types.Datum(
-        model_input=types.ModelInput.from_ints([SIZE + 5]),
-        loss_fn_inputs={"target_tokens": [3], "weights": [1.0]},
-    )
-    good = trainer.forward_backward(theirs(0), "importance_sampling")
-    failed = trainer.forward_backward([bad], "cross_entropy")
-    step = trainer.optim_step(STEP)
-    good.result()
-    with pytest.raises(tinker.RequestFailedError, match=f"none of the model's {SIZE}"):
-        failed.result()
-    with pytest.raises(tinker.RequestFailedError, match="no step was taken"):
-        step.result()
-    assert equal(host.params(trainer.model_id), before)
-    train(trainer, [0])
-    run, _ = train_ours(runs.create_run(base().base, Adapters(rank=2, seed=0)), [0])
-    assert equal(host.params(trainer.model_id), run.state.params)
-
-
 def test_weights_in_flight_are_the_newest_for_all(service):
     trainer = service.create_lora_training_client("tiny", rank=2, seed=0).result()
     first = trainer.save_weights_and_get_sampling_client(kind="inflight").result()
@@ -547,56 +512,6 @@ def test_sampling_clients_are_copied_to_other_threads_by_a_handle(service):
     assert len(names) == 3
 
 
-def test_what_a_server_has_is_shown(host, service):
-    rest = tinker.RestClient(base_url=host.url, api_key=KEY)
-    shown = rest.get_server_capabilities().result().supported_models
-    assert [(each.model_name, each.max_context_length) for each in shown] == [("tiny", 32), ("second", 32)]
-    trainer = service.create_lora_training_client("second", rank=0).result()
-    assert trainer.get_info().is_lora is False
-    assert trainer.get_info().model_data.model_name == "second"
-    session = rest.get_session(service.holder.get_session_id()).result()
-    assert session.training_run_ids == [trainer.model_id]
-    assert service.holder.get_session_id() in rest.list_sessions().result().sessions
-    assert trainer.model_id in [each.training_run_id for each in rest.list_training_runs().result().training_runs]
-
-
-def test_a_session_that_has_finished_takes_nothing_more(host):
-    service = tinker.ServiceClient(base_url=host.url, api_key=KEY)
-    trainer = service.create_lora_training_client("tiny", rank=2, seed=0).result()
-    name = trainer.model_id
-    service.close("success").result()
-    body = {"model_id": name, "seq_id": 1, "adam_params": {}}
-    assert host.post("optim_step", body).status_code == 410
-    assert host.post("session_heartbeat", {"session_id": name.split(":")[0]}).status_code == 410
-
-
-def test_all_weights_are_sampled_from_by_engines_of_their_own(tmp_path):
-    """More snapshots than engines, and than are held in memory: all still answer, by the weights that they are of."""
-    with served(tmp_path) as host, client_of(host) as service:
-        trainers = [service.create_lora_training_client("tiny", rank=rank, seed=0).result() for rank in (0, 2)]
-        prompt, held = types.ModelInput.from_ints([3, 4, 5]), []
-        for step in range(6):
-            for trainer in trainers:
-                train(trainer, [step])
-                sampler = trainer.save_weights_and_get_sampling_client().result()
-                held.append((sampler, sampler.compute_logprobs(prompt).result()))
-        assert len({str(scored) for _, scored in held}) == 12
-        for sampler, scored in held:
-            assert sampler.compute_logprobs(prompt).result() == scored
-
-
-def test_snapshots_of_a_run_are_bounded_and_what_is_gone_says_so(tmp_path):
-    with served(tmp_path) as host, client_of(host) as service:
-        host.service.stores.snapshots._most_of_run = 2
-        trainer = service.create_lora_training_client("tiny", rank=2, seed=0).result()
-        samplers = [trainer.save_weights_and_get_sampling_client().result() for _ in range(3)]
-        prompt = types.ModelInput.from_ints([3, 4])
-        for sampler in samplers[1:]:
-            sampler.compute_logprobs(prompt).result()
-        with pytest.raises(tinker.RequestFailedError, match=r"are gone; at most 2 of a run"):
-            samplers[0].compute_logprobs(prompt).result()
-
-
 def test_a_checkpoint_ends_with_its_time_and_a_session_with_its_silence(tmp_path):
     now = [1e9]
     with served(tmp_path, clock=lambda: now[0]) as host, client_of(host) as service:
@@ -616,19 +531,19 @@ def test_a_checkpoint_ends_with_its_time_and_a_session_with_its_silence(tmp_path
         assert host.post("optim_step", body).status_code == 410
 
 
+@pytest.mark.slow
 def test_abandoned_samples_are_cancelled(host, service):
     sampler = service.create_sampling_client(base_model="tiny").result()
     prompt, params = types.ModelInput.from_ints([3]), types.SamplingParams(max_tokens=30, stop=[])
     pending = sampler.sample(prompt, 400, params)
-    with pytest.raises(TimeoutError):
-        pending.result(timeout=0.05)
+    (found,) = host.service.registry.samplers_of(service.holder.get_session_id())
+    state = lambda: host.service.futures.state(f"{found.name}:0", owner_of(KEY))  # noqa: E731
+    while state() is None:
+        threading.Event().wait(0.005)
     pending.future().cancel()
     sampler.sample(prompt, 1, params).result()
-    name = f"{sampler._sampling_session_id}:0"
     for _ in range(500):
-        outcome = host.service.futures.state(name, owner_of(KEY))
-        if outcome is not None and outcome.outcome is not None:
+        if (outcome := state().outcome) is not None:
             break
         threading.Event().wait(0.01)
-    assert isinstance(outcome.outcome, FailedRequest | Payload)
-    assert not host.service._engines._open
+    assert isinstance(outcome, FailedRequest | Payload)

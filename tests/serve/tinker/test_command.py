@@ -18,6 +18,7 @@ from tests.serve.tinker.test_client import STEP, theirs
 KEY = "tml-given-key"
 
 
+@pytest.mark.slow
 def test_models_are_served_to_both_kinds_of_clients(tmp_path, capsys, monkeypatch):
     tiny_run.write_task(tmp_path)
     monkeypatch.chdir(tmp_path)

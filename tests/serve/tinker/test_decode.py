@@ -5,10 +5,10 @@ import pytest
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
+from fppo.serve.refusal import Refusal
 from fppo.serve.tinker import decode
 from fppo.serve.tinker.decode import StepVerb, TinkerBounds
-from fppo.serve.tinker.futures import Refusal
-from fppo.serve.tinker.runs import Adapters, StepParams
+from fppo.serve.tinker.runs import StepParams
 
 RUN = {"model_id": "x", "seq_id": 1}
 MUON = {"type": "muon", "learning_rate": 0.5}
@@ -30,21 +30,17 @@ def test_a_step_is_by_the_optimizer_that_was_asked_for(given, kind, params):
     assert decode.step_verb(RUN | given) == StepVerb(kind=kind, params=params)
 
 
-def test_adapters_are_of_the_parts_and_the_seed_that_were_asked_for():
-    every = {"attention": True, "mlp": True, "unembed": True}
-    assert decode.adapters_of(None, 7) == Adapters(rank=0, seed=7, **every)
-    assert decode.adapters_of(types.LoraConfig(rank=4), 7) == Adapters(rank=4, seed=7, **every)
-    one = types.LoraConfig(rank=4, seed=-1, train_attn=False, train_unembed=False)
-    found = Adapters(rank=4, seed=2**64 - 1, attention=False, mlp=True, unembed=False)
-    assert decode.adapters_of(one, 7) == found
-
-
 def loading(**more):
     return types.LoadWeightsRequest(path="tinker://x", optimizer=False, **more)
 
 
 def image(**more):
     return pb.Chunk(image=pb.ImageChunk(data=b"x", **more))
+
+
+def passed(*chunks):
+    message = pb.ForwardBackwardRequest(data=[pb.Datum(model_input=chunks)])
+    return decode.pass_verb(message, bounds=TinkerBounds(), vocabulary=9, limit=9)
 
 
 def tensor(shape, count):
@@ -68,7 +64,7 @@ BOUNDS = TinkerBounds(metadata=10, numbers=8)
         (lambda: decode.metadata_of({"name": "abcdefg"}, BOUNDS), "over 10 characters"),
         (lambda: decode.adapters_of(NOTHING, 0), "nothing would be trained"),
         (lambda: decode.optimizer_of(types.AdamOptimizerConfig.model_construct(type="sgd")), "'sgd': there are"),
-        (lambda: decode._part(image(override_dimensions=pb.ImageDimensions()), "x", 9), "override_dimensions"),
+        (lambda: passed(image(override_dimensions=pb.ImageDimensions())), "override_dimensions"),
         (lambda: decode.tensor_of(tensor([3], 2), "x", BOUNDS), r"shape \[3\] with 2 numbers"),
         (lambda: decode.tensor_of(tensor([3], 4), "x", BOUNDS), r"shape \[3\] with 4 numbers"),
         (lambda: decode.tensor_of(tensor([9], 9), "x", BOUNDS), "at most 8 numbers"),
@@ -83,6 +79,5 @@ def test_what_the_server_cannot_do_is_refused(ask, message):
 def test_what_is_within_the_bounds_is_taken():
     assert decode.load_verb(loading()).path == "tinker://x"
     assert decode.metadata_of({"name": "abcdef"}, BOUNDS) == {"name": "abcdef"}
-    assert decode._part(image(expected_tokens=4), "x", 9) == (b"x", 4)
     assert decode.tensor_of(tensor([2, 4], 8), "x", BOUNDS).shape == (2, 4)
     assert decode.tensor_of(tensor([], 3), "x", BOUNDS).shape == (3,)

@@ -49,35 +49,6 @@ def test_waiting_ends_without_an_outcome():
     assert state.outcome is None
 
 
-def test_outcomes_are_forgotten_some_time_after_they_were_read_and_long_after_they_were_not():
-    clock = Clock()
-    futures = Futures(clock, read_seconds=10.0, seconds=100.0)
-    for name in ("read", "unread", "open"):
-        futures.open(name, "me")
-    for name in ("read", "unread"):
-        futures.settle(name, Payload(b""))
-    futures.read("read")
-    clock.now += 11
-    assert futures.sweep() == ["read"]
-    clock.now += 100
-    assert futures.sweep() == ["unread"]
-    assert futures.state("open", "me") is not None
-    assert futures.open("read", "me")
-
-
-def test_an_outcome_that_is_read_late_can_be_read_again_as_long_as_others():
-    clock = Clock()
-    futures = Futures(clock, read_seconds=10.0, seconds=100.0)
-    futures.open("late", "me")
-    futures.settle("late", Payload(b""))
-    clock.now += 50
-    futures.read("late")
-    clock.now += 9
-    assert futures.sweep() == []
-    clock.now += 2
-    assert futures.sweep() == ["late"]
-
-
 def test_ends_come_in_order_behind_a_cursor():
     async def poll():
         ends = Completions(10)
@@ -95,28 +66,3 @@ def test_ends_come_in_order_behind_a_cursor():
     assert [(each.name, each.size) for each in second] == [("c", None)]
     assert nothing == []
     assert ordered
-
-
-def test_pending_requests_are_counted_until_they_have_an_outcome_or_are_forgotten():
-    futures = Futures(Clock())
-    for name, size in (("a", 5), ("b", 7), ("c", 1)):
-        futures.open(name, "me", size)
-        futures.open(name, "me", 100)
-    assert futures.pending("me") == (3, 13)
-    futures.settle("a", Payload(b""))
-    futures.settle("a", Payload(b""))
-    futures.forget(["c", "a"])
-    assert futures.pending("me") == (1, 7)
-
-
-def test_what_nobody_reads_is_held_from_its_end_on():
-    clock = Clock()
-    futures = Futures(clock, read_seconds=5.0, seconds=20.0)
-    futures.open("a", "me")
-    clock.now += 100.0
-    futures.settle("a", Payload(b"x"))
-    clock.now += 20.0
-    assert futures.sweep() == []
-    futures.read("a")
-    clock.now += 0.1
-    assert futures.sweep() == ["a"]

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fppo.serve.refusal import Refusal
 from fppo.serve.tinker.checkpoints import KINDS, META, CheckpointMeta, CheckpointStore
-from fppo.serve.tinker.futures import Futures, Payload, Refusal
+from fppo.serve.tinker.futures import Futures, Payload
 from fppo.serve.tinker.runs import Adapters
 from fppo.serve.tinker.snapshots import SnapshotInfo, Snapshots
 from tests.serve.tinker.test_futures import Clock
@@ -96,22 +97,23 @@ USES = st.lists(
     ),
     max_size=14,
 )
+SIZES = {"a": 1, "b": 3}  # numbers of a run's weights; two fit, so that those of b are alone
 # as many as there may be, and older weights in flight; the oldest is used, and one more comes
 FULL = [("flight", "a", 0), *[("add", "a", 0)] * 3, ("use", "a", 0), ("add", "a", 0)]
 
 
 @settings(max_examples=16)
 @given(USES)
-def test_snapshots_are_in_memory_by_their_last_use_and_at_most_so_many_of_a_run(tmp_path_factory, uses):
+def test_snapshots_are_in_memory_by_their_last_use_and_size_and_at_most_so_many_of_a_run(tmp_path_factory, uses):
     root = tmp_path_factory.mktemp("snapshots")
-    held = Snapshots(root, lambda base, adapters: (base, adapters), most=2, most_of_run=3)  # pyright: ignore
+    held = Snapshots(root, lambda base, adapters: (base, adapters), max_bytes=8, max_of_run=3)  # pyright: ignore
     expected, in_memory = {}, []  # numbers by name; names by their last use
     for number, (use, run, which) in enumerate([*FULL, *uses]):
         own = [name for name, (of, _, flight) in expected.items() if of == run and not flight]
         if use in ("add", "flight"):
             name = f"s:{run}:{number}" if use == "add" else f"s:{run}:inflight"
             info = snapshot_of(name, run, number, inflight=use == "flight")
-            held.add(info, None, {"x": torch.tensor([float(number)])})  # pyright: ignore[reportArgumentType]
+            held.add(info, None, {"x": torch.tensor([float(number)] * SIZES[run])})  # pyright: ignore[reportArgumentType]
             expected.pop(name, None)
             expected[name] = (run, number, use == "flight")
             gone = [*own, name][:-3] if use == "add" else []
@@ -120,7 +122,7 @@ def test_snapshots_are_in_memory_by_their_last_use_and_at_most_so_many_of_a_run(
         elif use == "use" and expected:
             name = sorted(expected)[which % len(expected)]
             weights = held.weights(name)
-            assert weights.params["x"].tolist() == [expected[name][1]]
+            assert weights.params["x"].tolist() == [expected[name][1]] * SIZES[expected[name][0]]
             assert (weights.version, weights.name, weights.base) == (expected[name][1], name, "tiny")
             in_memory = [key for key in in_memory if key != name] + [name]
         elif use == "keep":
@@ -132,7 +134,8 @@ def test_snapshots_are_in_memory_by_their_last_use_and_at_most_so_many_of_a_run(
             expected.pop(own[0])
             in_memory = [key for key in in_memory if key != own[0]]
             assert not (root / own[0].replace(":", ".")).exists()
-        in_memory = in_memory[-2:]
+        while len(in_memory) > 1 and 4 * sum(SIZES[expected[name][0]] for name in in_memory) > 8:
+            del in_memory[0]
         assert [name for name, each in held._held.items() if each.weights is not None] == in_memory
         assert sorted(held.of_session("s")) == sorted(expected)
         assert held.of_session("other") == []
@@ -140,11 +143,11 @@ def test_snapshots_are_in_memory_by_their_last_use_and_at_most_so_many_of_a_run(
         held.weights("s:a:99")
     for run in "ab":
         held.keep(run)
-    later = Snapshots(root, lambda base, adapters: (base, adapters), most=2, most_of_run=3)  # pyright: ignore
+    later = Snapshots(root, lambda base, adapters: (base, adapters), max_bytes=8, max_of_run=3)  # pyright: ignore
     order = sorted(expected, key=lambda name: expected[name][1])
     assert [info.name for info in later.restore()] == order
     for name in order:
-        assert later.weights(name).params["x"].tolist() == [expected[name][1]]
+        assert later.weights(name).params["x"].tolist() == [expected[name][1]] * SIZES[expected[name][0]]
         assert later.weights(name).version == expected[name][1]
 
 
@@ -196,21 +199,21 @@ def test_checkpoints_are_found_listed_and_gone_with_their_time(tmp_path_factory,
             (store.data(meta) / "file").write_bytes(bytes(100))
             held[place] = store.commit(meta)
             assert held[place] == attrs.evolve(meta, size=100 + number)
-            assert {each.name for each in store.place(meta.run, kind, name).iterdir()} == {META, f"data-{number}"}
+            assert {each.name for each in store.directory(meta.run, kind, name).iterdir()} == {META, f"data-{number}"}
         elif step == "publish" and place in held:
             changed = attrs.evolve(held[place], public=not held[place].public)
             store.change(held[place], public=changed.public, expires=changed.expires)
             held[place] = changed
         elif step == "forget" and place in held:
             store.delete(held.pop(place))
-            assert not store.place(RUN.format(run), kind, name).exists()
+            assert not store.directory(RUN.format(run), kind, name).exists()
         elif step == "wait":
             clock.now += seconds
         gone = [each for each, meta in held.items() if meta.expires is not None and meta.expires <= clock.now]
         for each in gone:
             meta = held.pop(each)
-            assert store.at(meta.run, meta.kind, meta.name) is None
-            assert not store.place(meta.run, meta.kind, meta.name).exists()
+            assert store.get(meta.run, meta.kind, meta.name) is None
+            assert not store.directory(meta.run, meta.kind, meta.name).exists()
         for own in (0, 1):
             mine = [meta for meta in held.values() if meta.owner == owners[own]]
             assert store.of_owner(owners[own]) == sorted(mine, key=lambda meta: -meta.number)

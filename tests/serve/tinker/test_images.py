@@ -60,6 +60,7 @@ def seeing(request, tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 def test_images_are_trained_on_and_sampled_from(tmp_path, seeing):
     reader = seeing.rules.images
     images = [picture(0), picture(1)]

@@ -5,9 +5,9 @@ import pytest
 import torch
 from tinker.proto import tinker_public_pb2 as pb
 
+from fppo.serve.refusal import Refusal
 from fppo.serve.tinker.data import Datum
 from fppo.serve.tinker.decode import TinkerBounds
-from fppo.serve.tinker.futures import Refusal
 from fppo.serve.tinker.provenance import SampledRecord, TargetRun, with_records
 from fppo.serve.tinker.records import SampleRecords
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import urllib.parse
 
-import httpx2 as httpx
 import pytest
 
 from fppo.serve.tinker.checkpoints import CheckpointMeta, time_of
-from fppo.serve.tinker.decode import TinkerBounds
-from fppo.serve.tinker.futures import Payload, Refusal
 from fppo.serve.tinker.runs import Adapters
-from fppo.serve.tinker.service import TinkerService
 from fppo.serve.tinker.sessions import ClientSession, Sampler, owner_of
 from fppo.serve.tinker.training import RunInfo
 from tests.serve.tinker.served import KEY, LIMIT, OTHER, base, served
@@ -192,10 +188,8 @@ def test_checkpoints_are_listed_published_and_given_a_time(host):
         return answered(host, f"training_runs/{FIRST}/checkpoints")["checkpoints"][0]
 
     def changed(method, path, body=None, key=KEY):
-        with httpx.Client() as client:
-            return client.request(
-                method, f"{host.url}/api/v1/{one}/{path}", json=body, headers={"x-api-key": key}
-            ).status_code
+        url = f"{host.url}/api/v1/{one}/{path}"
+        return host.client.request(method, url, json=body, headers={"x-api-key": key}).status_code
 
     assert changed("PUT", "ttl", {"ttl_seconds": 3600}) == 204
     assert (shown()["expires_at"], shown()["public"]) == (time_of(NOW[0] + 3600), False)
@@ -232,20 +226,3 @@ def test_files_are_had_without_a_key_for_an_hour_at_addresses_of_this_server(hos
     assert host.get(inner, key=None).status_code == 403
     assert host.get(path, key=OTHER).status_code == 404
     assert host.get(path.replace("external_weights/x", "weights/b"), key=KEY).status_code == 400
-
-
-def test_an_owner_has_room_for_so_many_requests_of_so_many_bytes(tmp_path):
-    service = TinkerService(tmp_path, {}, bounds=TinkerBounds(open_requests=2, open_bytes=100))
-    service.futures.open("a", "me", 60)
-    service.futures.open("b", "me", 40)
-    service._check_room("me")
-    for name, size in (("c", 0), ("d", 61)):
-        service.futures.open(name, "me", size)
-        with pytest.raises(Refusal) as raised:
-            service._check_room("me")
-        assert raised.value.status == 429
-        service.futures.forget([name])
-        if name == "c":
-            service.futures.settle("a", Payload(b""))
-    service._check_room("you")
-    service.stop()

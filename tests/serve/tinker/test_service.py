@@ -4,55 +4,55 @@ from __future__ import annotations
 
 import asyncio
 import json
-from types import SimpleNamespace
 
 import attrs
+import httpx2 as httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from fppo.rollout.engine import Sampling
+from fppo.serve.refusal import Refusal
 from fppo.serve.tinker import decode, routes, samples
 from fppo.serve.tinker.checkpoints import CheckpointMeta
 from fppo.serve.tinker.decode import (
     CreateVerb,
+    LaterVerb,
     LoadVerb,
     PassVerb,
-    RefusedVerb,
     SaveVerb,
     SnapshotVerb,
     StepVerb,
     TinkerBounds,
 )
-from fppo.serve.tinker.futures import FailedRequest, Payload, Refusal
-from fppo.serve.tinker.guard import OWNER
+from fppo.serve.tinker.futures import FailedRequest, Payload
 from fppo.serve.tinker.journal import JournalRecord, read
 from fppo.serve.tinker.runs import Adapters, StepParams
 from fppo.serve.tinker.service import TinkerService
-from fppo.serve.tinker.sessions import StoredLoss
+from fppo.serve.tinker.sessions import StoredLoss, owner_of
 from tests.serve.tinker.served import SIZE, base
 from tests.serve.tinker.test_futures import Clock
 from tests.serve.tinker.test_restart import passed
 
+ME, YOU = owner_of("me"), owner_of("you")
 BOUNDS = TinkerBounds(open_requests=12, open_bytes=100_000, samples=3)
 
 
 class Held:
-    """A service whose worker does nothing, with a session of "me"."""
+    """A service whose worker does nothing, with a session of ME."""
 
     def __init__(self, root):
-        self.clock = Clock()
+        self.root, self.clock = root, Clock()
         self.bases = {"tiny": base(), "second": base("second", 1)}
         self.service = TinkerService(root, self.bases, bounds=BOUNDS, clock=self.clock)
         self.session = self.begun()
 
-    def begun(self, owner="me"):
+    def begun(self, owner=ME):
         given = {"tags": ["a"], "user_metadata": {"n": 1}, "sdk_version": "0", "display_name": "d" * 600}
         return self.service.create_session(owner, decode.of_type(types.CreateSessionRequest, given))
 
-    def create(self, number=0, owner="me", **changes):
+    def create(self, number=0, owner=ME, **changes):
         body = {"session_id": self.session, "model_seq_id": number, "base_model": "tiny"}
         given = decode.of_type(types.CreateModelRequest, {**body, "lora_config": {"rank": 2, "seed": 1}, **changes})
         return asyncio.run(self.service.create_run(owner, given))
@@ -60,15 +60,25 @@ class Held:
     def load(self, number, path, **changes):
         body = {"session_id": self.session, "model_seq_id": number, "path": path, "optimizer": False}
         given = decode.of_type(types.LoadWeightsRequest, {**body, **changes})
-        return asyncio.run(self.service.create_run_from("me", given))
+        return asyncio.run(self.service.create_run_from(ME, given))
 
-    def accept(self, run, number, kind, body, owner="me"):
+    def accept(self, run, number, kind, body, owner=ME):
         whole = body if isinstance(body, bytes) else json.dumps({"model_id": run, "seq_id": number, **body}).encode()
         return asyncio.run(self.service.accept(owner, run, number, kind, whole))
 
     def sampler(self, number, **changes):
         body = {"session_id": self.session, "sampling_session_seq_id": number, **changes}
-        return self.service.create_sampler("me", decode.of_type(types.CreateSamplingSessionRequest, body))
+        return self.service.create_sampler(ME, decode.of_type(types.CreateSamplingSessionRequest, body))
+
+    def post(self, path, key="me", **body):
+        """The response to a request over HTTP."""
+        transport = httpx.ASGITransport(routes.tinker_app(self.service, keys=("me", "you")))
+
+        async def send():
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.post(f"/api/v1/{path}", json=body, headers={"x-api-key": key})
+
+        return asyncio.run(send())
 
     def todo(self, run):
         return self.service.worker._runs[run].todo
@@ -78,7 +88,7 @@ class Held:
             run=run,
             kind=kind,
             name=name,
-            owner="me",
+            owner=ME,
             base="second",
             adapters=Adapters(rank=3, seed=4),
             optimizer="muon",
@@ -105,17 +115,17 @@ def refused(call, text, status=400):
 
 
 def test_a_session_is_noted_as_its_client_describes_it(held):
-    found = held.service.registry.any_session(held.session, "me")
+    found = held.service.registry.any_session(held.session, ME)
     assert (found.tags, found.metadata, len(found.display_name)) == (("a",), {"n": "1"}, 500)
     assert found.created == held.clock.now
-    refused(lambda: held.service.registry.any_session(held.session, "you"), "no session", 404)
+    refused(lambda: held.service.registry.any_session(held.session, YOU), "no session", 404)
 
 
 def test_a_run_is_created_once(held):
     name, run = held.create(7, user_metadata={"x": "y"}, optimizer_config={"type": "muon"})
     assert (name, run) == (f"{held.session}:train:7:0", f"{held.session}:train:7")
-    info = held.service.runs.info(run, "me")
-    expected = {"name": run, "session": held.session, "owner": "me", "base": "tiny", "optimizer": "muon"}
+    info = held.service.runs.info(run, ME)
+    expected = {"name": run, "session": held.session, "owner": ME, "base": "tiny", "optimizer": "muon"}
     assert {field: getattr(info, field) for field in expected} == expected
     assert (info.adapters, info.metadata, info.created) == (Adapters(rank=2, seed=1), {"x": "y"}, held.clock.now)
     assert held.todo(run) == {0: CreateVerb()}
@@ -127,8 +137,8 @@ def test_a_run_is_created_once(held):
     held.service.futures.settle(name, Payload(b""))
     held.service.futures.forget([name])
     refused(lambda: held.create(7), "is no longer held", 410)
-    assert held.service.futures.state(name, "me") is None
-    refused(lambda: held.create(8, owner="you"), "no session", 404)
+    assert held.service.futures.state(name, ME) is None
+    refused(lambda: held.create(8, owner=YOU), "no session", 404)
     refused(lambda: held.create(8, base_model="other"), "no model 'other'; there are tiny, second", 404)
 
 
@@ -143,7 +153,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_another(held):
     )
     for number, path, changes, of, optimizer, with_optimizer in cases:
         name, made = held.load(number, path, user_metadata={"k": "v"}, **changes)
-        info = held.service.runs.info(made, "me")
+        info = held.service.runs.info(made, ME)
         assert (name, info.session, info.base) == (f"{made}:0", held.session, of)
         assert (info.adapters, info.optimizer) == (Adapters(rank=3, seed=4), optimizer)
         assert (info.loaded, info.with_optimizer, info.metadata) == (path, with_optimizer, {"k": "v"})
@@ -184,6 +194,8 @@ REQUESTS = [
     ("load_weights", {"path": "tinker://y", "optimizer": True}, LoadVerb(path="tinker://y", optimizer=True)),
 ]
 
+STEP = StepVerb(kind="adamw", params=StepParams())
+
 
 def test_requests_are_noted_for_good_and_wait_as_verbs(held):
     _, run = held.create()
@@ -200,14 +212,16 @@ def test_requests_are_noted_for_good_and_wait_as_verbs(held):
     held.accept(run, last + 2, "pass", b"\xff")
     assert held.todo(run)[last + 2].breaks is True
     assert held.service.runs.last_request(run) == held.clock.now
-    records = read(held.service.runs._held[run].place / "journal.log")
+    records = read(held.root / "runs" / f"{held.session}.0" / "journal.log")
     kinds = [kind for kind, *_ in REQUESTS]
     assert [(x.number, x.kind) for x in records] == [
         *enumerate([*kinds, "pass", "refused", "refused"], start=1),
     ]
-    info = held.service.runs.info(run, "me")
+    info = held.service.runs.info(run, ME)
     for record in records:  # the next server makes the same of them
-        verb, again = held.todo(run)[record.number], held.service._verb_of_record(info, record)
+        if record.kind == "refused":
+            continue
+        verb, again = held.todo(run)[record.number], held.service.verb_of(info, record.kind, record.body)
         if isinstance(verb, PassVerb):
             assert [x.tokens.tolist() for x in again.data] == [x.tokens.tolist() for x in verb.data]
         else:
@@ -226,10 +240,19 @@ def test_what_is_refused_breaks_a_step_only_if_it_was_to_add_gradients(held, kin
     """When it comes, and by the next server, with other bounds or other models."""
     _, run = held.create()
     held.accept(run, 9, kind, body)
-    noted = held.service._verb_of_record(held.service.runs.info(run, "me"), JournalRecord(9, kind, body))
-    for verb in (held.todo(run)[9], noted):
-        assert isinstance(verb, RefusedVerb)
-        assert verb.breaks is breaks
+    noted = LaterVerb(JournalRecord(9, kind, body))
+    for number, verb in enumerate([CreateVerb(), held.todo(run)[9], STEP, noted, STEP]):
+        outcome = held.service.runs.do(run, number, verb)
+        if verb is STEP:
+            assert outcome.error.startswith("no step was taken" if breaks else "optim_step without gradients")
+        else:
+            assert isinstance(outcome, Payload if number == 0 else FailedRequest)
+
+
+def test_an_owner_has_room_for_so_many_bytes(held):
+    _, run = held.create()
+    refused(lambda: held.accept(run, 1, "pass", bytes(100_001)), "of 100,000 bytes: send it later", 429)
+    assert held.service.futures.pending(ME).size == 0
 
 
 def test_a_number_that_came_before_is_the_same_request(held):
@@ -240,14 +263,14 @@ def test_a_number_that_came_before_is_the_same_request(held):
     held.service.futures.settle(name, Payload(b""))
     held.service.futures.forget([name])
     refused(lambda: held.accept(run, 3, "optim_step", {"adam_params": {}}), "is no longer held", 410)
-    assert held.service.futures.state(name, "me") is None
-    refused(lambda: held.accept(run, 4, "optim_step", {"adam_params": {}}, "you"), "no training run", 404)
+    assert held.service.futures.state(name, ME) is None
+    refused(lambda: held.accept(run, 4, "optim_step", {"adam_params": {}}, YOU), "no training run", 404)
     for number in range(4, 15):
         held.accept(run, number, "optim_step", {"adam_params": {}})
     refused(lambda: held.accept(run, 15, "optim_step", {"adam_params": {}}), "at most 12 may", 429)
-    assert held.service.futures.state(f"{run}:15", "me") is None
+    assert held.service.futures.state(f"{run}:15", ME) is None
     assert 15 not in held.todo(run)
-    asyncio.run(held.service.finish_session(held.session, "me", "success"))
+    asyncio.run(held.service.finish_session(held.session, ME, "success"))
     refused(lambda: held.accept(run, 16, "optim_step", {"adam_params": {}}), "has finished", 410)
 
 
@@ -256,10 +279,10 @@ def test_samplers_are_of_a_base_or_a_checkpoint(held):
     path, files = held.saved(run, "sampler_weights", "s"), held.saved(run, "external_weights", "e")
     one, other = held.sampler(1, base_model="tiny"), held.sampler(2, model_path=path)
     assert (one, other) == (f"{held.session}:sample:1", f"{held.session}:sample:2")
-    found = [held.service.registry.sampler(name, "me") for name in (one, other)]
+    found = [held.service.registry.sampler(name, ME) for name in (one, other)]
     assert [(x.base, x.weights, x.path) for x in found] == [("tiny", "base", None), ("second", "path", path)]
     assert held.sampler(1, base_model="second") == one  # it has been
-    assert held.service.registry.sampler(one, "me").base == "tiny"
+    assert held.service.registry.sampler(one, ME).base == "tiny"
     assert held.sampler(3, model_path=path, base_model="second") == f"{held.session}:sample:3"
     refused(lambda: held.sampler(4, model_path=path, base_model="tiny"), "weights are of 'second'")
     refused(lambda: held.sampler(4, model_path=files), "files for other programs")
@@ -278,49 +301,49 @@ def test_samples_have_names_and_what_is_wrong_with_them_ends_them(held):
 
     async def play():
         service, number = held.service, 5_000_000_002
-        name, names = service.sample("me", sample_body(sampler, number, 9))
+        name, names = service.sample(ME, sample_body(sampler, number, 9))
         assert name == f"{sampler}:{number}"
         assert names == [f"{name}:{i}" for i in range(3)]
-        outcome = service.futures.state(name, "me").outcome
+        outcome = service.futures.state(name, ME).outcome
         assert isinstance(outcome, FailedRequest)
         assert "num_samples" in outcome.error
         found, _ = await service.completions.after((sampler, 5), 0, 0.0)
         assert [(each.name, each.size) for each in found] == [(name, None)]
         assert (await service.completions.after((sampler, 0), 0, 0.0))[0] == []
-        assert service.sample("me", sample_body(sampler, number, 2)) == (name, [f"{name}:0", f"{name}:1"])
-        assert service.knows(name, "me")
-        assert not service.knows(name, "you")
-        assert not service.knows("nobody:1", "me")
+        assert service.sample(ME, sample_body(sampler, number, 2)) == (name, [f"{name}:0", f"{name}:1"])
+        assert service.knows(name, ME)
+        assert not service.knows(name, YOU)
+        assert not service.knows("nobody:1", ME)
         for wrong in ({"seq_id": None}, {"sampling_session_id": None}):
             with pytest.raises(Refusal, match="give both"):
-                service.sample("me", sample_body(sampler, 1, 1, **wrong))
-        for owner in ("you",):
+                service.sample(ME, sample_body(sampler, 1, 1, **wrong))
+        for owner in (YOU,):
             with pytest.raises(Refusal, match="no sampling session"):
                 service.sample(owner, sample_body(sampler, 1, 1))
         for i in range(13):
-            service.futures.open(f"x{i}", "me")
+            service.futures.open(f"x{i}", ME)
         with pytest.raises(Refusal) as raised:
-            service.sample("me", sample_body(sampler, 8, 1))
+            service.sample(ME, sample_body(sampler, 8, 1))
         assert raised.value.status == 429
-        assert service.futures.state(f"{sampler}:8", "me") is None
+        assert service.futures.state(f"{sampler}:8", ME) is None
 
     asyncio.run(play())
 
 
 def test_what_is_old_is_forgotten_and_silent_sessions_end(held):
     _, run = held.create()
-    other = held.begun("you")
+    other = held.begun(YOU)
     service = held.service
-    service.futures.open("x", "me")
+    service.futures.open("x", ME)
     service.futures.settle("x", Payload(b""))
     asyncio.run(service.sweep())
     held.clock.now += 3 * 24 * 3600
-    service.registry.session(other, "you")
+    service.registry.session(other, YOU)
     held.clock.now += 5 * 24 * 3600
     asyncio.run(service.sweep())
-    assert service.futures.state("x", "me") is None
-    assert service.registry.any_session(held.session, "me").finished == "interrupted"
-    assert service.registry.any_session(other, "you").finished is None
+    assert service.futures.state("x", ME) is None
+    assert service.registry.any_session(held.session, ME).finished == "interrupted"
+    assert service.registry.any_session(other, YOU).finished is None
     assert service.runs.has(run)
 
 
@@ -365,15 +388,11 @@ def test_steps_have_the_numbers_that_a_client_says(numbers):
     assert clipped.params.grad_clip_norm == 0.0
 
 
-def test_a_request_that_was_refused_says_what_it_breaks():
-    assert RefusedVerb(error="x").breaks
-
-
 def test_runs_without_a_seed_begin_with_adapters_of_their_own(held):
     seeds = []
     for number in range(3):
         _, run = held.create(number, lora_config={"rank": 2, "seed": None})
-        seeds.append(held.service.runs.info(run, "me").adapters.seed)
+        seeds.append(held.service.runs.info(run, ME).adapters.seed)
     assert len(set(seeds)) == 3
 
 
@@ -400,74 +419,16 @@ def test_a_pass_is_taken_up_to_its_bounds(bounds, limit, vocabulary, says):
         refused(take, says)
 
 
-ASKED = {"samples": 3, "stops": 2, "drawn_top": 4, "scored": 12}
-
-
-@pytest.mark.parametrize(
-    ("taken", "refused_ones"),
-    [
-        ({"num_samples": 3}, ({"num_samples": 4}, {"num_samples": 0})),
-        ({"stop": [3, 4]}, ({"stop": [3, 4, 5]},)),
-        ({"prompt_logprobs_last_n": 3}, ({"prompt_logprobs_last_n": 4}, {"prompt_logprobs_last_n": 0})),
-        ({"topk_prompt_logprobs": 3}, ({"topk_prompt_logprobs": 4},)),
-        ({"prompt_alt_tokens_k": 3}, ({"prompt_alt_tokens_k": 4},)),
-        ({"topk_sample_logprobs": 4}, ({"topk_sample_logprobs": 5},)),
-        ({"max_tokens": 28}, ({"max_tokens": 29}, {"max_tokens": 0})),
-        ({"tokens": [3] * 31, "max_tokens": 1}, ({"tokens": [3] * 32, "max_tokens": 1},)),
-    ],
-)
-def test_samples_are_drawn_up_to_their_bounds(taken, refused_ones):
-    def work(tokens=(3, 4, 5, 6), stop=None, max_tokens=2, **changes):
-        params = {"max_tokens": max_tokens, "stop": stop}
-        body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": list(tokens)}]}, "sampling_params": params}
-        body |= {"num_samples": 1, "prompt_logprobs": True, **changes}
-        request = samples.sample_request(json.dumps(body).encode())
-        return samples.sample_work(request, "a", rules=base().rules, bounds=TinkerBounds(**ASKED))
-
-    work(**taken)
-    for changes in refused_ones:
-        refused(lambda changes=changes: work(**changes), "give|at most")
-
-
-def test_samples_without_a_seed_are_draws_of_their_own_request():
-    def key(name, seed=None):
-        body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [3]}]}, "num_samples": 1}
-        request = samples.sample_request(
-            json.dumps({**body, "sampling_params": {"max_tokens": 1, "seed": seed}}).encode()
-        )
-        return samples.sample_work(request, name, rules=base().rules, bounds=TinkerBounds()).key
-
-    assert key("a") == key("a") != key("b")
-    assert key("a", 1) == key("b", 1) != key("a", 2)
-
-
 def test_a_custom_loss_is_its_sessions(held):
-    info = held.service.runs.info(held.create()[1], "me")
+    _, run = held.create()
     for session in (held.session, "other"):
-        held.service.registry.add_loss(StoredLoss(name=f"{session}:loss:1", session=session, owner="me", body="{}"))
-    verb = PassVerb(data=(), loss="custom", config={"loss_id": "other:loss:1"}, backward=True)
-    refused(lambda: held.service._loss_of(info, verb), "the session has no such custom loss")
-    own = attrs.evolve(verb, config={"loss_id": f"{held.session}:loss:1"})
-    refused(lambda: held.service._loss_of(info, own), "Field required|required")
-
-
-def test_samples_of_a_session_share_its_places_and_are_recorded_by_the_server(held):
-    given = []
-
-    class Engines:
-        async def sample(self, *drawn, **how):
-            given.append((drawn, how))
-            return Payload(b"drawn")
-
-    held.service._engines = Engines()
-    sampler = held.service.registry.sampler(held.sampler(3, base_model="second"), "me")
-    held.service.futures.open("a", "me")
-    asyncio.run(held.service._sample("a", sampler, 2 * 10**9 + 1, "work"))
-    held.service._engines = None
-    assert given == [(("a", "work", "second"), {"owner": held.session, "record": held.service.records.add})]
-    assert held.service.futures.state("a", "me").outcome == Payload(b"drawn")
-    ends, _ = asyncio.run(held.service.completions.after((sampler.name, 2), 0, 0.0))
-    assert [(each.name, each.size) for each in ends] == [("a", 5)]
+        held.service.registry.add_loss(StoredLoss(name=f"{session}:loss:1", session=session, owner=ME, body="{}"))
+    for number, (session, text) in enumerate([("other", "has no such custom loss"), (held.session, "required")], 1):
+        message = decode.pass_message(passed(number, 0)(run))
+        message.loss_fn = "custom"
+        message.loss_fn_config_v2["loss_id"].text = f"{session}:loss:1"
+        held.accept(run, number, "pass", message.SerializeToString())
+        assert text in held.todo(run)[number].error.lower()
 
 
 def test_targets_of_a_prompt_are_as_many_as_their_shape_says():
@@ -485,57 +446,29 @@ def test_results_are_read_by_their_owners_and_the_ends_of_a_copy_by_its_own_numb
     monkeypatch.setattr(routes, "_POLL", 0.01)
     service, clock = held.service, held.clock
     name, _ = held.create()
-    asked = lambda **given: types.FutureRetrieveRequest(request_id=given.pop("request_id", name), **given)  # noqa: E731
-    answer = lambda given, owner="me": asyncio.run(routes._result(service, given, owner))  # noqa: E731
-    assert json.loads(answer(asked()).body) == {"type": "try_again", "request_id": name, "queue_state": "active"}
-    service.futures.settle(name, Payload(b"x" * (routes._INLINE + 1)))
-    size = {"status": "complete_metadata", "response_payload_size": routes._INLINE + 1}
-    assert json.loads(answer(asked(allow_metadata_only=True)).body) == size
+    answer = lambda given=name, key="me", **how: held.post("retrieve_future", key, request_id=given, **how)  # noqa: E731
+    assert answer().json() == {"type": "try_again", "request_id": name, "queue_state": "active"}
+    service.futures.settle(name, Payload(b"x" * ((1 << 20) + 1)))
+    size = {"status": "complete_metadata", "response_payload_size": (1 << 20) + 1}
+    assert answer(allow_metadata_only=True).json() == size
     clock.now += 10 * 3600.0
     assert service.futures.sweep() == []  # its size is not the result
-    assert len(answer(asked()).body) == routes._INLINE + 1
-    refused(lambda: answer(asked(), "you"), "there is no such request", 404)
+    assert len(answer().content) == (1 << 20) + 1
+    assert (answer(key="you").status_code, "there is no such request" in answer(key="you").text) == (404, True)
     clock.now += 601.0
     assert service.futures.sweep() == [name]
-    refused(lambda: answer(asked()), "send the request again", 410)
-    refused(lambda: answer(asked(request_id="x:train:1:0")), "there is no such request", 404)
+    assert (answer().status_code, "send the request again" in answer().text) == (410, True)
+    assert answer("x:train:1:0").status_code == 404
     sampler = held.sampler(1, base_model="tiny")
     for number, of in enumerate(("own", "copy", "copy")):
         service.completions.add((sampler, int(of == "copy")), f"{of} {number}", Payload(b"xyz"))
-    router = routes._sampling_router(service)
-    (poll,) = (route.endpoint for route in router.routes if route.path == "/retrieve_futures")
 
-    def ends(**given):
-        target = {"sampling_session_id": sampler, "cloned_sampler_id": given.pop("copy")}
-        body = json.dumps({"target": target, "timeout": 1e9, **given}).encode()
-
-        async def whole():
-            return body
-
-        return json.loads(asyncio.run(poll(SimpleNamespace(body=whole, scope={OWNER: "me"}))).body)
+    def ends(*, copy, **given):
+        target = {"sampling_session_id": sampler, "cloned_sampler_id": copy}
+        return held.post("retrieve_futures", target=target, timeout=1e9, **given).json()
 
     first = ends(copy=1)
     done = {"state": "finished", "response_payload_uncompressed_size": 3}
     assert first["completions"] == [{**done, "request_id": "copy 1"}, {**done, "request_id": "copy 2"}]
     assert ends(copy=1, prev_cursor=first["cursor"]) == {"completions": [], "cursor": first["cursor"]}
     assert [each["request_id"] for each in ends(copy=0)["completions"]] == ["own 0"]
-
-
-@pytest.mark.parametrize(
-    ("params", "expected"),
-    [
-        ({}, {"stop_token_ids": (1,)}),
-        ({"temperature": 0.7, "top_k": 5, "top_p": 0.5}, {"temperature": 0.7, "top_k": 5, "top_p": 0.5}),
-        ({"temperature": 0.0, "top_k": -1}, {"greedy": True, "temperature": 1.0}),
-        ({"stop": [4, 6, 4], "top_p": 0.25}, {"stop_token_ids": (4, 6), "top_p": 0.25}),
-        ({"stop": []}, {"stop_token_ids": ()}),
-        ({"max_tokens": None}, {"max_tokens": 31}),
-    ],
-)
-def test_draws_are_as_a_client_says(params, expected):
-    body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [3]}]}, "num_samples": 1}
-    body |= {"sampling_params": {"max_tokens": 2, **params}}
-    request = samples.sample_request(json.dumps(body).encode())
-    work = samples.sample_work(request, "a", rules=base().rules, bounds=TinkerBounds())
-    assert work.sampling == Sampling(**{"max_tokens": 2, "stop_token_ids": (1,), **expected})
-    assert work.scores.drawn_top == int("temperature" in params and params["temperature"] > 0)

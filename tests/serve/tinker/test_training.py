@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 
+from fppo.serve.refusal import Refusal
 from fppo.serve.tinker.decode import (
     CreateVerb,
     LaterVerb,
@@ -17,7 +18,7 @@ from fppo.serve.tinker.decode import (
     SnapshotVerb,
     StepVerb,
 )
-from fppo.serve.tinker.futures import FailedRequest, Futures, Payload, Refusal
+from fppo.serve.tinker.futures import FailedRequest, Futures, Payload
 from fppo.serve.tinker.journal import JournalRecord, read
 from fppo.serve.tinker.losses import Loss
 from fppo.serve.tinker.runs import Adapters, StepParams
@@ -57,15 +58,20 @@ class World:
 
     def __init__(self, root, clock):
         self.clock, self.futures, self.stores = clock, Futures(clock), Noting()
+        self.doing = lambda: None  # called while a pass is being done
         self.runs = TrainingRuns(
             root,
             {"tiny": base().base},
             self.stores,
             self.futures,
-            loss_of=lambda info, verb: Loss(verb.loss),
+            loss_of=self.loss_of,
             verb_of=lambda info, record: VERBS[record.body.decode()],
             clock=clock,
         )
+
+    def loss_of(self, info, verb):
+        self.doing()
+        return Loss(verb.loss)
 
     def create(self, number=0, **changes):
         info = info_of(number, created=self.clock.now, **changes)
@@ -200,7 +206,7 @@ def test_a_state_is_saved_once_its_work_is_worth_it_and_whole(world):
     world.runs.done(run, 5, 0.0)
     assert saved(world, run) == 5
     assert world.stores.calls.count(("keep", run)) == 3
-    assert [path.name for path in world.held(run).place.glob("results-*.log")] == ["results-5.log"]
+    assert [path.name for path in world.held(run).directory.glob("results-*.log")] == ["results-5.log"]
 
 
 def test_a_state_is_saved_soon_where_what_it_came_from_may_go(world):
@@ -217,15 +223,15 @@ def test_a_state_is_saved_soon_where_what_it_came_from_may_go(world):
     assert saved(world, other) == 0
 
 
-def test_a_state_is_saved_where_the_journal_is_long(world, monkeypatch):
+@pytest.mark.slow
+def test_a_state_is_saved_where_the_journal_is_long(world):
     run, _ = world.create()
     world.take(run, 1, "forward")
-    monkeypatch.setattr("fppo.serve.tinker.training._BYTES", world.held(run).journal.size)
     world.runs.done(run, 1, 0.0)
     assert saved(world, run) == -1
-    world.take(run, 2, "forward")
-    world.runs.done(run, 2, 0.0)
-    assert saved(world, run) == 2
+    world.runs.accept(run, JournalRecord(3, "pass", bytes(64 << 20)))  # which waits
+    world.runs.done(run, 1, 0.0)
+    assert saved(world, run) == 1
 
 
 def test_the_next_server_has_the_results_that_may_be_read_and_does_what_waits(tmp_path):
@@ -238,7 +244,7 @@ def test_the_next_server_has_the_results_that_may_be_read_and_does_what_waits(tm
     first.runs.accept(run, JournalRecord(8, "pass", b"step"))  # came before its pass, and waits
     first.runs.save(run)
     assert first.held(run).numbers == [0, 2, 3, 4, 5, 6, 8]
-    assert [record.number for record in read(first.held(run).place / "journal.log")] == [8]
+    assert [record.number for record in read(first.held(run).directory / "journal.log")] == [8]
     first.runs.accept(run, JournalRecord(7, "pass", b"pass"))
     params = dict(first.runs.value(run).state.params)
     first.runs.close()
@@ -288,8 +294,8 @@ def test_a_run_that_was_let_go_of_has_nothing_left_to_do(tmp_path):
     assert first.runs.open_runs() == [run]
     first.runs.release(run)
     assert first.runs.open_runs() == []
-    assert not (first.held(run).place / "states").exists()
-    assert read(first.held(run).place / "journal.log") == []
+    assert not (first.held(run).directory / "states").exists()
+    assert read(first.held(run).directory / "journal.log") == []
     first.runs.close()
     second = World(tmp_path, clock)
     assert [todo for *_, todo in second.runs.restore()] == [{}]
@@ -312,17 +318,6 @@ def test_runs_are_their_owners_the_newest_first(world):
             world.runs.info(wrong, "me")
 
 
-def test_what_waits_stays_in_the_journal_when_a_state_is_saved(world):
-    run, _ = world.create()
-    world.take(run, 1, "pass")
-    world.take(run, 2, "step")
-    for number in (3, 4):
-        world.runs.accept(run, JournalRecord(number, "pass", b"pass"))
-    world.runs.save(run)
-    assert [record.number for record in read(world.held(run).place / "journal.log")] == [3, 4]
-    assert [record.number for record in read(world.held(run).place / "results-2.log")] == [0, 1, 2]
-
-
 def test_what_is_in_a_saved_state_is_not_done_again_by_the_next_server(world, tmp_path):
     """Also if the server was killed before its journal was made shorter."""
     run, _ = world.create()
@@ -331,7 +326,7 @@ def test_what_is_in_a_saved_state_is_not_done_again_by_the_next_server(world, tm
     world.runs.accept(run, JournalRecord(3, "pass", b"pass"))
     world.held(run).journal.compact = lambda keep: None
     world.runs.save(run)
-    assert [record.number for record in read(world.held(run).place / "journal.log")] == [1, 2, 3]
+    assert [record.number for record in read(world.held(run).directory / "journal.log")] == [1, 2, 3]
     later = World(tmp_path, world.clock)
     assert list(later.runs.restore()) == [(run, 3, {3: LaterVerb(JournalRecord(3, "pass", b"pass"))})]
     later.runs.close()
@@ -342,7 +337,7 @@ def test_a_request_under_which_two_servers_ended_is_not_tried_again(tmp_path):
     first = World(tmp_path, Clock())
     run, _ = first.create()
     first.runs.accept(run, JournalRecord(1, "pass", b"pass"))
-    place = first.held(run).place
+    place = first.held(run).directory
     first.runs.close()
     for tries, refused, notes in ((1, False, 0), (2, True, 1), (2, True, 0)):
         (place / "doing").write_text(f"1 {tries}")
@@ -375,7 +370,7 @@ def test_a_request_that_was_done_is_done_again_however_often_servers_end_under_i
         ((_, _, todo),) = later.runs.restore()
         assert [type(todo[number]) for number in range(3)] == [CreateVerb, LaterVerb, LaterVerb]
         later.did(run, 0, todo[0])
-        later.runs._done = lambda *asked, place=place, copy=copy: shutil.copytree(place, copy)
+        later.doing = lambda place=place, copy=copy: shutil.copytree(place, copy)
         later.runs.do(run, 1, todo[1])
         later.runs.close()
 

@@ -164,3 +164,26 @@ def test_what_cannot_be_given_up_for_good_is_tried_again():
         _pass_time(actions)
     worker.stop()
     assert actions.given_up == [("a", (2,))]
+
+
+def test_a_request_that_met_a_full_disk_is_done_again():
+    actions, futures, worker = worker_of()
+    do, full = actions.do, [OSError("the disk is full")]
+
+    def done(run, number, verb):
+        if full:
+            raise full.pop()
+        return do(run, number, verb)
+
+    actions.do = done
+    worker.add_run("a", 1)
+    put(worker, futures, "a", 1)
+
+    def play():
+        worker.start()
+        finished(worker, ["a"])
+
+    with pytest.warns(RuntimeWarning, match="a:1 is tried again: OSError: the disk is full"):
+        play()
+    worker.stop()
+    assert futures.state("a:1", "me").outcome == Payload(b"")

@@ -12,36 +12,13 @@ from fppo._errors import UsageError
 from fppo.commands import cli
 from fppo.studies.audit import dump
 from fppo.studies.audit.dump import Recipe, StageComparison, compare, load
-
-
-def batch(seed=0):
-    """Six rows in two groups, with what a right trainer computes of them."""
-    draw = torch.Generator().manual_seed(seed)
-    mask = torch.arange(5) < torch.tensor([[5], [3], [4], [1], [2], [5]])
-    groups = torch.tensor([4, 4, 4, 9, 9, 9])
-    old = -torch.rand(6, 5, generator=draw, dtype=torch.float64)
-    new = (old + 0.3 * torch.randn(6, 5, generator=draw, dtype=torch.float64)).requires_grad_()
-    scores = torch.tensor([1.0, 0.0, 2.0, 0.5, 0.0, 0.0], dtype=torch.float64)
-    found = advantages.grpo(scores, mask, groups)
-    weights = losses.loss_weights(mask, "token-mean", totals=losses.count_totals(mask))
-    loss = (weights * losses.ppo_clip(new, old, found.advantages, mask)[0]).sum()
-    (gradient,) = torch.autograd.grad(loss, new)
-    return {
-        "mask": mask,
-        "groups": groups,
-        "scores": scores,
-        "advantages": found.advantages,
-        "log_probs": new.detach(),
-        "old_log_probs": old,
-        "loss": loss.detach(),
-        "gradient": gradient,
-    }
+from tests.studies.audit.test_recomputed import written
 
 
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "batch.safetensors"
-    save_file(batch(), path)
+    save_file(written(Recipe(), 0), path)
     return path
 
 
@@ -49,47 +26,11 @@ def outcomes(stages):
     return {stage.stage: stage.outcome for stage in stages}
 
 
-def test_a_right_batch_is_equal(file):
-    found = outcomes(compare(load(file, {}), Recipe()))
-    assert found == {"advantages": "equal", "returns": "left out", "loss": "equal", "gradient": "equal"}
-
-
-def test_the_first_row_that_differs_is_named(tmp_path):
-    x = batch()
-    x["advantages"] = x["advantages"].clone()
-    x["advantages"][2, 1] += 0.5
-    x["advantages"][4, 0] += 0.5
-    save_file(x, tmp_path / "x.safetensors")
-    first, *_ = compare(load(tmp_path / "x.safetensors", {}), Recipe())
-    assert (first.outcome, first.row, first.token, first.rows) == ("differs", 2, 1, (2, 4))
-    assert first.theirs == pytest.approx(x["advantages"][2, 1].item())
-    assert first.theirs - first.ours == pytest.approx(0.5)
-
-
-def test_a_loss_of_another_mode_differs_where_the_gradient_does(file):
-    found = compare(load(file, {}), Recipe(mode="seq-mean-token-mean"))
-    assert outcomes(found)["loss"] == outcomes(found)["gradient"] == "differs"
-    assert "the first difference: loss" in dump.text(found)
-
-
-def test_gae_and_whitening(tmp_path):
-    x = batch()
-    rewards, values = advantages.token_rewards(x["scores"], x["mask"]), -x["old_log_probs"]
-    found = advantages.gae(rewards, values, x["mask"], gamma=1.0, lam=0.9)
-    whitened = advantages.whiten(found.advantages, x["mask"])
-    tensors = {"response_mask": x["mask"].long(), "token_level_rewards": rewards.float(), "values": values.float()}
-    save_file(tensors | {"advantages": whitened.float(), "returns": found.returns.float()}, tmp_path / "v.safetensors")
-    columns = load(tmp_path / "v.safetensors", dump.PRESETS["verl"])
-    recipe = Recipe(estimator="gae", estimator_settings={"gamma": 1.0, "lam": 0.9}, whiten=True)
-    assert outcomes(compare(columns, recipe))["advantages"] == outcomes(compare(columns, recipe))["returns"] == "equal"
-    other = Recipe(estimator="gae", estimator_settings={"gamma": 1.0, "lam": 1.0}, whiten=True)
-    assert outcomes(compare(columns, other))["advantages"] == "differs"
-
-
 def test_advantages_of_rows_and_groups_by_size(tmp_path):
-    x = batch()
+    x = written(Recipe(), 0)
     tensors = {"completion_mask": x["mask"].int(), "rewards": x["scores"].float()}
-    tensors["advantages"] = x["advantages"].abs().amax(1) * x["advantages"].sum(1).sign()
+    own = x["advantages"].where(x["mask"], 0.0)
+    tensors["advantages"] = own.abs().amax(1) * own.sum(1).sign()
     save_file(tensors, tmp_path / "t.safetensors")
     by_size, without = (load(tmp_path / "t.safetensors", dump.PRESETS["trl"], group_size=x) for x in (3, None))
     assert outcomes(compare(by_size, Recipe()))["advantages"] == "equal"
@@ -141,8 +82,8 @@ def test_the_command_compares_and_writes(file, tmp_path, capsys):
 
 def test_keywords_of_a_recipe_are_numbers_switches_and_texts(tmp_path, capsys):
     """None where a number would stand; of the estimator's scale it is a text."""
-    x = batch()
-    x["advantages"] = advantages.grpo(x["scores"], x["mask"], x["groups"], scale="none").advantages
+    x = written(Recipe(), 0)
+    x["advantages"] = advantages.grpo(x["scores"], x["mask"], x["groups"].long(), scale="none").advantages
     new = x["log_probs"].requires_grad_()
     weights = losses.loss_weights(x["mask"], "token-mean", totals=losses.count_totals(x["mask"]))
     tokens = losses.ppo_clip(new, x["old_log_probs"], x["advantages"], x["mask"], clip_low=0.1, dual_clip=None)[0]

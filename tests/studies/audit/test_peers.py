@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -334,7 +335,7 @@ def test_a_right_openrlhf_agrees_with_every_reference():
 
 @pytest.mark.usefixtures("installed")
 def test_a_trainer_that_is_installed_has_its_adapters_and_versions(monkeypatch):
-    monkeypatch.setattr(peers.metadata, "version", {"openrlhf": "0.1", "trl": "7", "torch": "2"}.__getitem__)
+    monkeypatch.setattr(metadata, "version", {"openrlhf": "0.1", "trl": "7", "torch": "2"}.__getitem__)
     found, versions = adapters_of("openrlhf")
     assert [audited.name for audited in found] == [audited.name for audited in openrlhf.adapters()]
     assert versions == ("openrlhf 0.1", "torch 2")

@@ -72,6 +72,7 @@ def with_keywords(recipe):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(recipe=RECIPES.map(with_keywords), seed=st.integers(0, 1000), data=st.data())
 def test_any_recipe_finds_its_own_batch_equal_and_the_one_wrong_number(tmp_path_factory, recipe, seed, data):
@@ -314,17 +315,3 @@ def test_numbers_that_are_none_in_both_are_equal(tmp_path):
     save_file(batch | {"advantages": off, "returns": found.returns}, tmp_path / "x.safetensors")
     first, *_ = compare(load(tmp_path / "x.safetensors", {}), recipe)
     assert (first.outcome, first.row) == ("differs", 2)
-
-
-def test_every_estimator_and_loss_of_a_recipe_has_its_keywords():
-    """Only what follows the columns is a setting."""
-    for kind, functions in (("estimator", dump.ESTIMATORS), ("loss", losses.POLICY_LOSSES)):
-        for name, fn in functions.items():
-            code = fn.__code__ if hasattr(fn, "__code__") else fn.__wrapped__.__code__
-            keywords = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-            found = dump._function(functions, kind, name, dict.fromkeys(keywords))
-            assert found is fn
-            for wrong in ("mask", "scores", "lamb"):
-                with pytest.raises(dump.UsageError, match=f"--{kind}-settings {wrong}"):
-                    dump._function(functions, kind, name, {wrong: 1})
-    assert {*dump.GROUPED} < {*dump.ESTIMATORS}

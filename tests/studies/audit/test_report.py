@@ -31,6 +31,7 @@ def found():
     return audit("mine", ADAPTERS, ("mine 1.0",))
 
 
+@pytest.mark.slow
 def test_every_function_gets_every_law(found):
     ours, means, excused = found.functions
     assert {verdict.outcome for verdict in ours.verdicts} == {"holds"}
@@ -40,6 +41,7 @@ def test_every_function_gets_every_law(found):
     assert found.faults == 2
 
 
+@pytest.mark.slow
 def test_an_estimator_that_needs_two_rows_is_asked_for_groups_of_two():
     def pairs(scores, mask, groups):
         if (groups[mask.any(1)].unique(return_counts=True)[1] == 1).any():
@@ -68,6 +70,7 @@ def test_json_holds_the_batch(found):
     assert batch["log_probs"].shape == batch["mask"].shape
 
 
+@pytest.mark.slow
 def test_json_has_words_for_what_is_no_number():
     def spreads(log_probs, old, advantages, mask, *, pieces, whole):
         return (log_probs * mask).sum()
@@ -87,6 +90,7 @@ def test_a_trainer_that_is_not_installed_says_how_to_install_it(name):
         pytest.skip(f"{name} is installed here")
 
 
+@pytest.mark.slow
 def test_the_command_prints_verdicts_and_fails_for_faults(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "peer_of_mine.py").write_text(

@@ -8,6 +8,7 @@ from functools import partial
 import attrs
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from fppo import advantages, losses
 from fppo.laws.expectation import KL, StepMath, compared, step_bias
@@ -102,6 +103,7 @@ def test_a_run_without_a_gradient_says_so():
     ]
 
 
+@pytest.mark.slow
 def test_errors_of_a_critic_are_those_of_the_runs_own_estimator():
     gae = partial(advantages.gae, lam=0.5)
     step = StepMath(estimator=gae, mode="token-mean", kl=KL("k1", 0.1))
@@ -138,26 +140,6 @@ def test_a_teacher_is_the_worlds_reference(gamma, of):
         f"turned by {100 * whole.turned:.2g} %"
     )
     assert found.lines[0].startswith("score: nothing is learned from it (")  # the score is no part of it
-
-
-def test_own_functions_are_rows_of_the_tables_that_they_belong_to(monkeypatch):
-    monkeypatch.setattr(study, "ESTIMATORS", {"rloo": advantages.rloo})
-    monkeypatch.setattr(losses, "POLICY_LOSSES", {"gpg": losses.gpg})
-    monkeypatch.setattr(losses, "MODES", losses.MODES[1:4])
-
-    def mine(scores, mask, groups):
-        return 2.0 * advantages.rloo(scores, mask, groups).advantages
-
-    small = WorldSizes(vocabulary=2, horizon=1, worlds=1, groups=(2,))
-    tables = {table.name: table for table in study.study(["modes", "estimators", "losses"], small, {"": mine})}
-    labels = {name: [label for label, _ in table.rows] for name, table in tables.items()}
-    assert labels["modes"][-len(losses.MODES) :] == [f"mine, {mode}" for mode in losses.MODES]
-    assert labels["estimators"][-1] == "mine"
-    assert labels["losses"] == ["gpg"]
-    rows = dict(tables["modes"].rows)
-    for mode in losses.MODES:
-        (turned, size, noise), (same, half, equal) = rows[f"mine, {mode}"], rows[f"rloo, {mode}"]
-        assert (turned, size / 2, noise) == (pytest.approx(same, abs=1e-9), pytest.approx(half), pytest.approx(equal))
 
 
 TABLE = BiasTable(
@@ -199,8 +181,8 @@ def test_a_table_has_one_form_for_each_kind_of_number():
 def drawn(table, monkeypatch, tmp_path):
     """The bars of a picture by the labels of their rows, their widths and texts, and its axis."""
     kept = []
-    real = chart.Figure.savefig
-    monkeypatch.setattr(chart.Figure, "savefig", lambda figure, *args, **named: kept.append((figure, args, named)))
+    real = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **named: kept.append((figure, args, named)))
     chart.save([table, TABLE], tmp_path / "new" / "x.png")
     ((figure, args, named),) = kept
     assert args == (tmp_path / "new" / "x.png",)

@@ -32,14 +32,7 @@ def test_the_page_has_the_tables_that_the_command_prints():
     assert ((a - b).abs() < 0.0011).float().mean() > 0.98
 
 
-def test_an_error_is_the_value_less_the_mean(monkeypatch):
-    monkeypatch.setattr(study, "HEADS", {"huber": losses.huber_head(delta=0.1)})
-    monkeypatch.setattr(study, "RETURNS", {"1 with 0.3": ((0.0, 1.0), (0.7, 0.3))})
-    ((name, (error,)),) = study.values(study.WorldSizes(), {}).rows
-    assert name == "huber"
-    assert error == pytest.approx(0.1 * 0.3 / 0.7 - 0.3, abs=1e-6)
-
-
+@pytest.mark.slow
 def test_exact_values_turn_no_gradient_and_leave_its_noise():
     table = study.critics(study.WorldSizes(worlds=1, horizon=2), {})
     for _, cells in table.rows:

@@ -1,238 +1,157 @@
-"""Rows of the tables of bias, by the steps and worlds that they are measured on: each written out by hand."""
+"""Rows of the tables of bias, of which some are measured again by the steps and worlds that are written out here."""
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
+import attrs
 import pytest
+import torch
 
 from fppo import advantages, losses
-from fppo.laws.worlds import world
+from fppo.laws.expectation import KL, StepMath, step_bias
 from fppo.studies.bias import study
-from fppo.studies.bias.study import Typical, WorldSizes
+from fppo.studies.bias.study import Typical, WorldSizes, reinforce, typical
 
-SIZES = WorldSizes(vocabulary=2, horizon=2, worlds=3, groups=(2, 3))
-
-
-def described(fn):
-    """The name of a function, with the keywords that it is bound to."""
-    if fn is None:
-        return None
-    return (fn.func.__name__, dict(fn.keywords)) if isinstance(fn, partial) else (fn.__name__, {})
+SIZES = WorldSizes(vocabulary=2, horizon=2, worlds=1, groups=(2, 3))
 
 
-def step_of(step):
-    """A step in words, without what is as usual."""
-    kl = None if step.kl is None else (step.kl.kind, step.kl.coef, step.kl.where, step.kl.of)
-    whole = {"estimator": described(step.estimator), "loss_fn": described(step.loss_fn), "mode": step.mode, "n": step.n}
-    whole |= {"kl": kl, "correct": described(step.correct), "old": step.old_log_probs, "whiten": step.whiten}
-    usual = {"loss_fn": ("ppo_clip", {}), "mode": "seq-mean-token-sum", "n": 2, "kl": None, "correct": None}
-    usual |= {"old": "pass", "whiten": False}
-    return {name: x for name, x in whole.items() if x != usual.get(name)}
+def cells(step, *, scores=True, **how):
+    """Direction error, size and noise of a step in the worlds of a table."""
+    worlds = [SIZES.world(seed, **how) for seed in range(SIZES.worlds)]
+    worlds = worlds if scores else [attrs.evolve(x, scores=torch.zeros_like(x.scores)) for x in worlds]
+    found = typical(step, worlds)
+    return found.turned, found.scale, found.noise
 
 
-def made(*, scores=True, **how):
-    """Worlds in words."""
-    return [(world(vocabulary=2, horizon=2, binary=True, seed=seed, **how).made, scores) for seed in range(3)]
-
-
-def worlds_of(worlds):
-    return [(x.made, bool(x.scores.any())) for x in worlds]
-
-
-@pytest.fixture
-def noted(monkeypatch):
-    """What each number was measured of: the turned of number i is i, its size 0.5 more, its noise 0.75 more."""
-    kept = []
-
-    def typical(step, worlds):
-        kept.append((step_of(step), worlds_of(worlds)))
-        number = len(kept) - 1
-        return Typical(turned=float(number), scale=number + 0.5, noise=number + 0.75)
-
-    monkeypatch.setattr(study, "typical", typical)
-    return kept
-
-
-def check(table, noted, expected, *, heads, parts):
-    """Each row has, in turn, the parts of what was measured of each of its steps and worlds."""
+def checked(table, heads, expected):
+    """The rows by label, after those of `expected` were compared with it."""
     assert table.heads == tuple(heads)
-    assert [label for label, _ in table.rows] == [*expected]
-    for label, cells in table.rows:
-        wanted = expected[label]
-        assert len(cells) == len(wanted) * len(parts)
-        for place, (step, worlds) in enumerate(wanted):
-            own = cells[place * len(parts) : (place + 1) * len(parts)]
-            number = math.floor(own[0])
-            assert noted[number] == (step, worlds), label
-            assert list(own) == [number + part for part in parts]
-
-
-ESTIMATORS = {
-    "no baseline": ("reinforce", {}),
-    "rloo": ("rloo", {}),
-    "grpo": ("grpo", {}),
-    "grpo, scale none": ("grpo", {"scale": "none"}),
-    "maxrl": ("maxrl", {}),
-    "opo": ("opo", {}),
-    "opo, leave_one_out": ("opo", {"leave_one_out": True}),
-    "optimal_token_baseline": ("optimal_token_baseline", {}),
-    "optimal_token_baseline, leave_one_out": ("optimal_token_baseline", {"leave_one_out": True}),
-    "gpg": ("gpg", {}),
-    "grpo_passk": ("grpo_passk", {}),
-    "reinforce_plus_plus": ("reinforce_plus_plus", {}),
-    "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", {}),
-    "remax": ("remax", {}),
-    "gae, exact values": ("gae", {}),
-    "gae, exact values, lam 0": ("gae", {"lam": 0.0}),
-    "gae, lam_alpha 0.6": ("gae", {"lam_alpha": 0.6}),
-}
-ALL, TURNED, SIZE, NOISE = (0.0, 0.5, 0.75), 0.0, 0.5, 0.75
+    rows = dict(table.rows)
+    for label, numbers in expected.items():
+        assert rows[label] == pytest.approx(tuple(numbers), abs=1e-12), label
+    return rows
 
 
 def mine(scores, mask, groups):
-    return advantages.rloo(scores, mask, groups)
+    return 2.0 * advantages.rloo(scores, mask, groups).advantages
 
 
-def test_estimators_are_measured_in_groups_of_every_size(noted):
-    every = {**ESTIMATORS, "own": ("mine", {})}
-    expected = {
-        name: [({"estimator": fn, **({} if n == 2 else {"n": n})}, made()) for n in (2, 3)]
-        for name, fn in every.items()
-    }
+def other(log_probs, old_log_probs, advantages, mask):
+    return losses.gpg(log_probs, old_log_probs, advantages, mask)
+
+
+@pytest.mark.slow
+def test_estimators_are_measured_in_groups_of_every_size():
     heads = [f"{head}, n {n}" for n in (2, 3) for head in ("turned", "size", "noise")]
-    check(study.estimators(SIZES, {"own": mine}), noted, expected, heads=heads, parts=ALL)
+    chosen = {"rloo": advantages.rloo, "grpo, scale none": partial(advantages.grpo, scale="none"), "own": mine}
+    expected = {name: [x for n in (2, 3) for x in cells(StepMath(estimator=fn, n=n))] for name, fn in chosen.items()}
+    rows = checked(study.estimators(SIZES, {"own": mine}), heads, expected)
+    assert [*rows] == [*study.ESTIMATORS, "own"]
+    assert rows["own"][1] == pytest.approx(2 * rows["rloo"][1])
 
 
-def test_weight_modes_are_measured_over_two_prompts(noted):
-    names = {name: ESTIMATORS[name] for name in ("no baseline", "rloo", "grpo", "gae, exact values")}
-    usual = "seq-mean-token-sum"
+@pytest.mark.slow
+def test_weight_modes_are_measured_over_two_prompts():
+    chosen = {"no baseline": reinforce, "own": mine}
     expected = {
-        f"{name}, {mode}": [({"estimator": fn, **({} if mode == usual else {"mode": mode})}, made(prompts=2))]
-        for name, fn in {**names, "own": ("mine", {})}.items()
-        for mode in losses.MODES
+        f"{name}, {mode}": cells(StepMath(estimator=fn, mode=mode), prompts=2)
+        for name, fn in chosen.items()
+        for mode in ("token-mean", "seq-mean-token-sum-norm")
     }
-    table = study.modes(SIZES, {"own": mine})
-    check(table, noted, expected, heads=("turned", "size", "noise"), parts=ALL)
+    rows = checked(study.modes(SIZES, {"own": mine}), ("turned", "size", "noise"), expected)
+    names = ("no baseline", "rloo", "grpo", "gae, exact values", "own")
+    assert [*rows] == [f"{name}, {mode}" for name in names for mode in losses.MODES]
 
 
-def test_kl_kinds_are_measured_without_scores_and_those_that_runs_refuse_say_so(monkeypatch):
-    kept = []
-
-    def step_bias(step, own):
-        kept.append((step_of(step), worlds_of([own])[0]))
-        return len(kept) - 1
-
-    def nearest(each, worlds, coef):
-        assert coef == 1.0
-        assert worlds_of(worlds) == [kept[number][1] for number in each]
-        assert len({str(kept[number][0]) for number in each}) == 1
-        number = each[0]
-        still = kept[number][0].get("kl") == ("k1", 1.0, "loss", "sequence")
-        return f"of {number}", Typical(turned=float(number), scale=2.0, noise=math.inf if still else 3.0)
-
-    monkeypatch.setattr(study, "step_bias", step_bias)
-    monkeypatch.setattr(study, "nearest", nearest)
+@pytest.mark.slow
+def test_kl_kinds_are_measured_without_scores_and_those_that_runs_refuse_say_so():
     table = study.kinds(SIZES, {})
     assert table.heads == ("gradient of", "turned", "size", "noise", "in runs")
-    expected = {}
-    for kind in losses.KL_KINDS:
-        step = {"estimator": ("reinforce", {}), "kl": (kind, 1.0, "reward", "sequence")}
-        expected[f"{kind} in the reward"] = step, kind not in losses.REWARD_KINDS
-    step = {"estimator": ("rloo", {}), "kl": ("k1", 1.0, "reward", "sequence")}
-    expected["k1 in the reward, rloo"] = step, False
-    for kind in losses.KL_KINDS:
-        step = {"estimator": ("reinforce", {}), "kl": (kind, 1.0, "loss", "sequence")}
-        expected[f"{kind} in the loss"] = step, kind == "k1"
-    for gamma in (0.0, 0.5, 1.0):
-        step = {"estimator": ("reverse_kl", {"gamma": gamma, "coef": 1.0})}
-        expected[f"reverse_kl, gamma {gamma:g}"] = step, False
-    assert [label for label, _ in table.rows] == [*expected]
-    for label, (of, *cells, refused) in table.rows:
-        number = int(of.removeprefix("of "))
-        assert kept[number][0] == expected[label][0]
-        assert [kept[number + i][1] for i in range(3)] == made(scores=False)
-        still = label == "k1 in the loss"
-        assert cells == (["no gradient", 0.0, ""] if still else [float(number), 2.0, 3.0])
-        assert refused == ("refused" if expected[label][1] else "")
+    rows = dict(table.rows)
+    assert [*rows] == [
+        *(f"{kind} in the reward" for kind in losses.KL_KINDS),
+        *("k1 in the reward, rloo", *(f"{kind} in the loss" for kind in losses.KL_KINDS)),
+        *(f"reverse_kl, gamma {gamma:g}" for gamma in (0.0, 0.5, 1.0)),
+    ]
+    refused = {f"{kind} in the reward" for kind in losses.KL_KINDS if kind not in losses.REWARD_KINDS}
+    assert {label for label, row in rows.items() if row[-1] == "refused"} == refused | {"k1 in the loss"}
+    assert rows["k1 in the loss"] == ("none", "no gradient", 0.0, "", "refused")
+    assert [rows[f"{kind} in the loss"][0] for kind in ("k2", "k3")] == ["token", "reverse"]
+    assert [rows[f"reverse_kl, gamma {gamma}"][0] for gamma in (0, 1)] == ["token", "sequence"]
+    for label, fn in (("k1 in the reward", reinforce), ("k1 in the reward, rloo", advantages.rloo)):
+        of, turned, size, noise, _ = rows[label]
+        _, scale, deviation = cells(StepMath(estimator=fn, kl=KL("k1", 1.0)), scores=False)
+        assert (of, turned < study.EXACT, size) == ("sequence", True, pytest.approx(1.0))
+        assert noise > 0 < deviation * scale
 
 
-def test_losses_are_measured_by_the_lag_of_the_engine(noted):
-    def other(log_probs, old_log_probs, advantages, mask):
-        return losses.gpg(log_probs, old_log_probs, advantages, mask)
-
-    expected = {}
-    for name in (*losses.POLICY_LOSSES, "other"):
-        step = {"estimator": ("rloo", {}), "old": "engine"} | ({} if name == "ppo_clip" else {"loss_fn": (name, {})})
-        expected[name] = [(step, made(lag=lag)) for lag in (0.0, 0.1, 0.5)]
+@pytest.mark.slow
+def test_losses_are_measured_by_the_lag_of_the_engine():
     heads = [f"{head}, lag {lag}" for lag in ("0", "0.1", "0.5") for head in ("turned", "size")]
-    check(study.policy_losses(SIZES, {"other": other}), noted, expected, heads=heads, parts=(TURNED, SIZE))
-    noted.clear()
-    (table,) = study.study(["losses"], SIZES, {"": other, "b": mine})
-    assert [label for label, _ in table.rows][-2:] == ["vespo", "other"]
-    (table,) = study.study(["estimators"], SIZES, {"": other, "b": mine})
-    assert [label for label, _ in table.rows][-2:] == ["gae, lam_alpha 0.6", "b"]
+    chosen = {"ppo_clip": losses.ppo_clip, "gspo": losses.gspo, "other": other}
+    steps = {n: StepMath(estimator=advantages.rloo, loss_fn=fn, old_log_probs="engine") for n, fn in chosen.items()}
+    expected = {name: [x for lag in (0.0, 0.1, 0.5) for x in cells(step, lag=lag)[:2]] for name, step in steps.items()}
+    rows = checked(study.policy_losses(SIZES, {"other": other}), heads, expected)
+    assert [*rows] == [*losses.POLICY_LOSSES, "other"]
+
+
+@pytest.mark.slow
+def test_own_functions_are_in_the_tables_that_they_belong_to():
+    small = WorldSizes(vocabulary=2, horizon=1, worlds=1, groups=(2,))
+    tables = study.study(["losses", "estimators", "modes"], small, {"": other, "b": mine})
+    losses_, estimators, modes = ([label for label, _ in table.rows] for table in tables)
+    assert losses_[-2:] == ["vespo", "other"]
+    assert estimators[-2:] == ["gae, lam_alpha 0.6", "b"]
+    assert modes[-1].startswith("b, ")
     assert (study.is_loss(other), study.is_loss(mine)) == (True, False)
 
 
-def test_corrections_are_measured_by_the_lag_of_the_engine(noted):
-    how = {
-        "none": None,
-        "token": {"level": "token", "threshold": (1e-6, 1e6)},
-        "token, at most 2": {"level": "token", "threshold": 2.0},
-        "token, 0.5 to 2": {"level": "token", "threshold": (0.5, 2.0)},
-        "sequence": {"level": "sequence", "threshold": (1e-6, 1e6)},
-        "sequence, at most 2": {"level": "sequence", "threshold": 2.0},
-    }
-    expected = {}
-    for label, keywords in how.items():
-        own = {} if keywords is None else {"correct": ("rollout_correction", keywords)}
-        for name, fn in (("no baseline", "reinforce"), ("rloo", "rloo")):
-            step = {"estimator": (fn, {}), **own}
-            expected[f"{label}, {name}"] = [(step, made(lag=lag)) for lag in (0.1, 0.5)]
+@pytest.mark.slow
+def test_corrections_are_measured_by_the_lag_of_the_engine():
     heads = [f"{head}, lag {lag}" for lag in (0.1, 0.5) for head in ("turned", "size", "noise")]
-    check(study.corrections(SIZES, {}), noted, expected, heads=heads, parts=ALL)
-
-
-def test_critics_are_measured_by_their_errors_and_the_decay(noted):
-    errors = (0.0, 0.1, 0.3, 1.0)
-    expected = {
-        f"lam {lam:g}": [({"estimator": ("gae", {"lam": lam})}, made(critic_error=error)) for error in errors]
-        for lam in (0.0, 0.5, 0.9, 0.95, 1.0)
+    correct = losses.rollout_correction
+    chosen = {
+        "none, rloo": (advantages.rloo, None),
+        "token, no baseline": (reinforce, partial(correct, level="token", threshold=(1e-6, 1e6))),
+        "token, 0.5 to 2, rloo": (advantages.rloo, partial(correct, level="token", threshold=(0.5, 2.0))),
+        "sequence, at most 2, rloo": (advantages.rloo, partial(correct, level="sequence", threshold=2.0)),
     }
+    expected = {
+        label: [x for lag in (0.1, 0.5) for x in cells(StepMath(estimator=fn, correct=by), lag=lag)]
+        for label, (fn, by) in chosen.items()
+    }
+    kinds = ("none", "token", "token, at most 2", "token, 0.5 to 2", "sequence", "sequence, at most 2")
+    rows = checked(study.corrections(SIZES, {}), heads, expected)
+    assert [*rows] == [f"{kind}, {name}" for kind in kinds for name in ("no baseline", "rloo")]
+
+
+@pytest.mark.slow
+def test_critics_are_measured_by_their_errors_and_the_decay():
+    errors = (0.0, 0.1, 0.3, 1.0)
     heads = [f"{head}, error {error:g}" for error in errors for head in ("turned", "noise")]
-    check(study.critics(SIZES, {}), noted, expected, heads=heads, parts=(TURNED, NOISE))
+    steps = {f"lam {lam:g}": StepMath(estimator=partial(advantages.gae, lam=lam)) for lam in (0.0, 0.95)}
+    expected = {
+        label: [x for error in errors for x in cells(step, critic_error=error)[::2]] for label, step in steps.items()
+    }
+    rows = checked(study.critics(SIZES, {}), heads, expected)
+    assert [*rows] == [f"lam {lam:g}" for lam in (0.0, 0.5, 0.9, 0.95, 1.0)]
 
 
 def test_values_are_compared_with_the_mean_return(monkeypatch):
-    heads = {
-        "mse": losses.mse_head(),
-        "mse, clip none": losses.mse_head(clip=None),
-        "huber": losses.huber_head(),
-        "huber, delta 0.1": losses.huber_head(delta=0.1),
-        "hl_gauss": losses.hl_gauss_head(),
-        "two_hot": losses.two_hot_head(),
-        "quantile": losses.quantile_head(),
-        "quantile, delta 0.1": losses.quantile_head(delta=0.1),
-    }
-    assert [*study.HEADS] == [*heads]
-    for name, head in study.HEADS.items():
-        own = heads[name]
-        assert (head.outputs, described(head.read)) == (own.outputs, described(own.read))
-        assert described(head.loss_fn) == described(own.loss_fn)
-    means = {"1 with 0.05": 0.05, "1 with 0.3": 0.3, "1 with 0.9": 0.9, "0, 0.1, 1": 0.14}
+    """Where each settles is taken as known, since to find it takes long."""
     monkeypatch.setattr(study, "fixed_point", lambda head, returns, chances: max(returns) + len(chances))
-    table = study.values(SIZES, {})
-    assert table.heads == (*means,)
+    means = {"1 with 0.05": 0.05, "1 with 0.3": 0.3, "1 with 0.9": 0.9, "0, 0.1, 1": 0.14}
+    (table,) = study.study(["values"], SIZES, {})
+    assert (table.name, table.heads) == ("values", (*means,))
     wanted = [1.0 + (3 if name == "0, 0.1, 1" else 2) - mean for name, mean in means.items()]
-    assert [*table.rows] == [(name, tuple(pytest.approx(x) for x in wanted)) for name in heads]
+    assert [*table.rows] == [(name, pytest.approx(tuple(wanted))) for name in study.HEADS]
 
 
-@pytest.mark.usefixtures("noted")
-def test_a_table_is_called_what_it_is_asked_for_by(monkeypatch):
-    monkeypatch.setattr(study, "step_bias", lambda step, own: None)
-    found = "none", Typical(turned=0.0, scale=1.0, noise=1.0)
-    monkeypatch.setattr(study, "nearest", lambda each, worlds, coef: found)
-    monkeypatch.setattr(study, "fixed_point", lambda head, returns, chances: 0.0)
-    assert [table.name for table in study.study([*study.TABLES], SIZES, {})] == [*study.TABLES]
+def test_a_gradient_is_still_where_all_of_it_is_noise():
+    worlds = [SIZES.world(seed) for seed in range(2)]
+    found = typical(StepMath(estimator=advantages.rloo, kl=KL("k1", 1.0, where="loss")), worlds)
+    assert not found.still
+    assert not Typical(turned=0.0, scale=0.0, noise=3.0).still
+    still = step_bias(StepMath(estimator=lambda scores, mask, groups: torch.zeros(mask.shape)), worlds[0])
+    assert study.medians([still]).still

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import attrs
 from transformers import Qwen2Config, Qwen3MoeConfig
 
 from fppo.runtime.mesh import Sharding
 from fppo.studies.plan.case import Case, hardware_of
+from fppo.studies.plan.plan import plan
 
 SIZES: dict[str, Any] = dict(
     vocab_size=2048,
@@ -52,3 +55,8 @@ def case(*, stage: int = 3, layers: int = 3, **changes: Any) -> Case:
 def bare(**changes: Any) -> Case:
     """The quickest case: one layer, one pass, no critic."""
     return case(**{"layers": 1, "micro_batches": 1, "critic": False, "reference": False, **changes})
+
+
+def at_rest(what: Case) -> Mapping[str, float]:
+    """Bytes of a rank between stages, by kind: those of a plan that ends before its stages, which have no room."""
+    return plan(attrs.evolve(what, hardware=attrs.evolve(what.hardware, memory=1.0)), only_if_fits=True).rest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 
 import pytest
@@ -18,7 +17,7 @@ from fppo.studies.plan.columns import column_calls
 from fppo.studies.plan.plan import plan_engines
 from fppo.studies.plan.run import case_of, engines_of
 from tests import tiny_run
-from tests.runs.test_placed import Here
+from tests.runs.test_placed import THREADS
 
 WEIGHTS = ("read weights", "take weights")
 
@@ -35,8 +34,9 @@ def task(tmp_path_factory):
 def traced(settings):
     """The bytes that calls of the last step took there and back, by pool and call, as a trace has them."""
     there, back = Counter(), Counter()
+    placed = settings.placement, settings.mesh, settings.device
     with (
-        pools.groups_of(settings.placement, settings.mesh, settings.device, settings.model_roles) as at,
+        pools.groups_of(*placed, settings.model_roles, open_cluster=THREADS.open_cluster) as at,
         assemble(settings, places=at) as assembly,
     ):
         assembly.calls()  # which set everything up
@@ -51,6 +51,7 @@ def traced(settings):
     return there, back
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("roles", "changes"),
     [
@@ -85,8 +86,7 @@ def traced(settings):
         ),
     ],
 )
-def test_a_placed_run_moves_the_columns_that_are_planned(task, roles, changes, tmp_path, monkeypatch):
-    monkeypatch.setattr(pools, "cluster", lambda name: contextlib.nullcontext(Here()))
+def test_a_placed_run_moves_the_columns_that_are_planned(task, roles, changes, tmp_path):
     if "algorithm__router_replay" in changes:
         tiny_run.write_task(task := tmp_path)
         tiny_run.write_mixture(task)

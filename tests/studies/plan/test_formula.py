@@ -19,7 +19,7 @@ from fppo.studies.plan.estimate import (
     rough,
     seconds_of,
 )
-from fppo.studies.plan.passes import model_of, models_of, stages_of
+from fppo.studies.plan.passes import model_of, models_of
 from fppo.studies.plan.track import Cost, Phase
 from tests.studies.plan.cases import case, mixture
 
@@ -79,112 +79,94 @@ def test_an_update_computes_layers_three_times_and_what_it_keeps_not_again(again
     assert flops_of(what, "log-probs", each) == (rows * each.attention, rows * (each.products + each.head))
 
 
+WHOLE = 3 * LAYER + 2 * EMBEDDING
 MESHES = [
-    ({}, 3 * LAYER + 2 * EMBEDDING),
-    ({"shard": 4}, (3 * LAYER + 2 * EMBEDDING) / 4),
-    ({"tensor": 2}, (3 * LAYER + 2 * EMBEDDING) / 2),
+    ({}, WHOLE),
+    ({"shard": 4}, WHOLE / 4),
+    ({"tensor": 2}, WHOLE / 2),
     ({"pipeline": 3}, LAYER + EMBEDDING),
     ({"pipeline": 3, "tensor": 2, "shard": 2}, (LAYER + EMBEDDING) / 4),
 ]
+ALONE = {"critic": False, "reference": False}  # the policy, whose stages are its log-probs and its update
+
+
+def needed(what, rest, moving):
+    """Bytes of a rank, of which so many are there between stages and so many in its largest stage."""
+    return pytest.approx(rest + moving + overhead(GPU, what.groups, moving))
 
 
 @pytest.mark.parametrize(("mesh", "own"), MESHES, ids=str)
 def test_parameters_and_moments_are_divided_by_the_axes_that_cut_them(mesh, own):
-    what, facts = of(mesh=mesh)
-    each = facts["actor"]
-    assert estimate._own(what, each) == pytest.approx(own)
-    assert estimate._own(what, each, shards=False) == pytest.approx(own * mesh.get("shard", 1))
-    for offload, size in (("none", 12), ("moments", 4), ("all", 0)):
-        assert estimate._rest(attrs.evolve(what, offload=offload), "actor", each) == pytest.approx(size * own)
-    roles = {"reward model": Role(dtype=torch.bfloat16)}
-    assert estimate._rest(attrs.evolve(what, roles=roles), "reward model", each) == pytest.approx(2 * own)
+    what, facts = of(mesh=mesh, **ALONE)
+    kinds = [{}, {"offload": "moments"}, {"offload": "all"}, {"reference": True}]
+    kinds += [{"reference": True, "roles": {"reference": Role(dtype=torch.bfloat16)}}]
+    plain, moments, everything, reference, narrow = (rough(attrs.evolve(what, **x), facts).memory for x in kinds)
+    assert [plain - moments, plain - everything] == pytest.approx([8 * own, 12 * own])
+    assert [reference - plain, narrow - plain] == pytest.approx([4 * own, 2 * own])
 
 
 def test_experts_are_divided_by_their_own_axis_or_by_the_tensor_axis():
-    what = case(hardware=GPU, config=mixture(chosen=2), mesh={"expert": 2, "shard": 2})
+    what = case(hardware=GPU, config=mixture(chosen=2), mesh={"expert": 2, "shard": 2}, **ALONE)
     facts = facts_of(what, model_of(case(config=mixture(chosen=2)), "actor"))
     dense = facts.dense + 2 * facts.outside
-    assert estimate._own(what, facts) == pytest.approx(dense / 4 + facts.experts / 2 / 2)
-    other = attrs.evolve(what, mesh={"tensor": 2})
-    assert estimate._own(other, facts) == pytest.approx(dense / 2 + facts.experts / 2)
+    for mesh, own in (
+        (what.mesh, dense / 4 + facts.experts / 2 / 2),
+        ({"tensor": 2}, dense / 2 + facts.experts / 2),
+    ):
+        both = [rough(attrs.evolve(what, mesh=mesh, offload=kind), {"actor": facts}) for kind in ("none", "all")]
+        assert both[0].memory - both[1].memory == pytest.approx(12 * own)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("again", [False, True, "selective"])
 def test_temporary_bytes_are_gathered_weights_gradients_and_activations(stage, again):
     """On two shards, in 16 bits: weights of the whole model, or of three layers; float32 gradients."""
-    what, facts = of(mesh={"shard": 2}, stage=stage, checkpoint_layers=again, compute_dtype=torch.bfloat16)
-    each, whole = facts["actor"], 3 * LAYER + 2 * EMBEDDING
-    gathered = 2 * whole * (1.0 if stage < 3 else min(1.0, 3 / 3))
-    assert estimate._moving(what, "log-probs", each) == pytest.approx(gathered + 4 * 2 * 256 * 128)
-    grads = 4 * (whole if stage == 1 else whole / 2) + 8 * whole / 3
+    sizes = {"mesh": {"shard": 2}, "stage": stage, "checkpoint_layers": again, "compute_dtype": torch.bfloat16}
+    what, facts = of(**sizes, **ALONE)
+    grads = 4 * (WHOLE if stage == 1 else WHOLE / 2) + 8 * WHOLE / 3
     layer = 2 * 128 + 10 * 128 + 4 * 512
     kept = 3 * {False: layer, True: 128, "selective": 256}[again]
     inside = layer if again else 0
-    assert estimate._moving(what, "update actor", each) == pytest.approx(gathered + grads + 2 * 256 * (kept + inside))
+    assert rough(what, facts).memory == needed(what, 6 * WHOLE, 2 * WHOLE + grads + 2 * 256 * (kept + inside))
     away = attrs.evolve(what, offload_activations=True)
     least = min(2 * 256 * kept, estimate.WINDOW)
-    assert estimate._moving(away, "update actor", each) == pytest.approx(gathered + grads + least + 2 * 256 * inside)
+    assert rough(away, facts).memory == needed(what, 6 * WHOLE, 2 * WHOLE + grads + least + 2 * 256 * inside)
 
 
 @pytest.mark.parametrize("chosen", [1, 2, 8])
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_mixture_keeps_the_rows_of_every_chosen_expert(chosen, tensor):
     """Four of a token's width for each expert beyond what it computes inside; the tensor axis cuts them."""
-    what = case(hardware=GPU, config=mixture(chosen=chosen), mesh={"tensor": tensor}, compute_dtype=torch.bfloat16)
+    sizes = {"config": mixture(chosen=chosen), "mesh": {"tensor": tensor}, "compute_dtype": torch.bfloat16}
+    what = case(hardware=GPU, **sizes, **ALONE)
     facts = facts_of(what, model_of(case(config=mixture(chosen=chosen)), "actor"))
-    own = estimate._own(what, facts)
+    own = (facts.dense + 2 * facts.outside + facts.experts) / tensor
     inside = 10 * 128 + 4 * chosen * 64 + 4 * chosen * 128
     kept = 2 * (2 * 128 + inside / tensor)  # of two layers
-    assert estimate._moving(what, "update actor", facts) == pytest.approx((2 + 4) * own + 2 * 256 * kept)
-
-
-@pytest.mark.parametrize("reference", [True, False])
-@pytest.mark.parametrize("mesh", [{}, {"shard": 2}, {"shard": 2, "replicate": 2, "tensor": 2}])
-def test_a_rank_needs_the_state_of_its_models_and_the_largest_stage(mesh, reference):
-    roles = {"reference": Role(dtype=torch.bfloat16)} if reference else {}
-    what, facts = of(mesh=mesh, compute_dtype=torch.bfloat16, roles=roles, reference=reference)
-    rest = sum(12 * estimate._own(what, each) for each in facts.values())
-    rest += 2 * estimate._own(what, facts["actor"]) if reference else 0
-    moving = max(
-        estimate._moving(what, name, facts["critic" if name in ("values", "update critic") else "actor"])
-        for name in stages_of(what)
-    )
-    found = rough(what, facts)
-    assert found.memory == pytest.approx(rest + moving + overhead(GPU, len(mesh), moving))
-    each = {name: facts["critic" if name in ("values", "update critic") else "actor"] for name in stages_of(what)}
-    assert found.seconds == pytest.approx(sum(estimate._seconds(what.at(x), x, own) for x, own in each.items()))
+    assert rough(what, {"actor": facts}).memory == needed(what, 12 * own, (2 + 4) * own + 2 * 256 * kept)
 
 
 def test_a_stage_takes_its_arithmetic_its_exchanges_and_once_the_sum_of_gradients():
-    """Large enough that launches take less than arithmetic, on one rank of each kind of axis."""
-    big = case(hardware=GPU, compute_dtype=torch.bfloat16, tokens=1 << 22, length=4096, micro_batches=3)
+    """Large enough that launches take less than arithmetic, on one rank of each kind of axis; an update runs each layer
+    forward and back, and exchanges twice what log-probs do."""
+    sizes = {"compute_dtype": torch.bfloat16, "tokens": 1 << 22, "length": 4096, "micro_batches": 3, **ALONE}
+    big = case(hardware=GPU, **sizes)
     facts = facts_of(big, model_of(big, "actor"))
-    attention, others = flops_of(big, "update actor", facts)
-    alone = (attention / ATTENTION_SHARE + others / MATMUL_SHARE) / GPU.flops
-    assert estimate._seconds(big, "update actor", facts) == pytest.approx(3 * alone)
-    single = attrs.evolve(big, compute_dtype=None)
-    assert estimate._seconds(single, "update actor", facts) == pytest.approx(3 * alone * GPU.flops / GPU.flops_float32)
-    rate = LINK_SHARE * GPU.node_bandwidth
-    own = 3 * LAYER + 2 * EMBEDDING
-    copies = attrs.evolve(big, mesh={"replicate": 4})
-    summed = 2 * (4 * own) * 3 / 4 / rate
-    assert estimate._seconds(copies, "update actor", facts) == pytest.approx(3 * alone + summed)
-    cut = attrs.evolve(big, mesh={"tensor": 2})
-    exchanged = 4 * (3 * 2) * (1 << 22) * 128 * 2 / 2 / rate
-    assert estimate._seconds(cut, "update actor", facts) == pytest.approx(3 * (alone / 2 + exchanged))
-    sliced = attrs.evolve(big, mesh={"sequence": 2})
-    turned = 4 * (3 * 2) * (1 << 21) * 128 * 2 / 2 / rate
-    assert estimate._seconds(sliced, "update actor", facts) == pytest.approx(3 * (alone / 2 + turned))
-    dealt = attrs.evolve(big, mesh={"context": 2})
-    keys = (3 * 2) * 1.0 * (1 << 21) * 128 * 2 * 2 / 2 / rate
-    assert estimate._seconds(dealt, "update actor", facts) == pytest.approx(3 * (alone / 2 + keys))
-
-
-def test_what_a_ring_sends_is_the_others_part():
-    what = case(hardware=GPU, mesh={"shard": 4})
-    assert estimate._over(what, "shard", 8e9) == pytest.approx(8e9 * 3 / 4 / (LINK_SHARE * GPU.node_bandwidth))
-    assert estimate._over(what, "tensor", 8e9) == 0.0
+    work = [flops_of(big, name, facts) for name in ("log-probs", "update actor")]
+    alone = sum(attention / ATTENTION_SHARE + others / MATMUL_SHARE for attention, others in work) / GPU.flops
+    rate, tokens = LINK_SHARE * GPU.node_bandwidth, 1 << 22
+    turned = 4 * (3 * 3) * tokens / 2 * 128 * 2 / 2 / rate
+    keys = (3 * 3) * tokens / 2 * 128 * 2 * 2 / 2 / rate
+    for changes, expected in (
+        ({}, 3 * alone),
+        ({"compute_dtype": None}, 3 * alone * GPU.flops / GPU.flops_float32),
+        ({"mesh": {"replicate": 4}}, 3 * alone + 2 * (4 * WHOLE) * 3 / 4 / rate),
+        ({"mesh": {"tensor": 2}}, 3 * (alone / 2 + 4 * (3 * 3) * tokens * 128 * 2 / 2 / rate)),
+        ({"mesh": {"sequence": 2}}, 3 * (alone / 2 + turned)),
+        ({"mesh": {"context": 2}}, 3 * (alone / 2 + keys)),
+    ):
+        found = rough(attrs.evolve(big, **changes), {"actor": facts})
+        assert found.seconds == pytest.approx(expected), changes
 
 
 @pytest.mark.parametrize(
@@ -205,7 +187,10 @@ def test_a_crowded_rank_receives_more_than_it_sends(ranks, load, more):
     """load (r - 1) / r received, 1 - load / r sent, of which the larger takes the time of both ways."""
     comes, goes = load * (ranks - 1) / ranks, 1 - load / ranks
     assert max(comes, goes) / ((comes + goes) / 2) == pytest.approx(more)
-    assert estimate._crowding(case(mesh={"expert": ranks}, load=load)) == pytest.approx(more)
+    what, cost = case(hardware=GPU, mesh={"expert": ranks}, load=load), Cost()
+    cost.sent["expert", "all_to_all", True], cost.calls["expert", "all_to_all", True] = 8e9, 1
+    found = estimate.wires([Phase("setup", (), cost)], what)["expert"].seconds
+    assert found == pytest.approx(estimate.LATENCY[False] + 8e9 * more / (GPU.node_bandwidth * LINK_SHARE))
 
 
 def phase(name, *, busy=0.0, sent=0.0, waits=False, host=0.0, launches=0):
@@ -297,56 +282,47 @@ def test_operations_without_products_take_the_memorys_time():
 
 
 NO_WORK = {"products": 0.0, "attention": 0.0, "head": 0.0, "last": 0.0}
-SIZES = {"compute_dtype": torch.bfloat16, "tokens": 1024, "length": 64, "micro_batches": 4}
+SIZES = {"compute_dtype": torch.bfloat16, "tokens": 1024, "length": 64, "micro_batches": 4, **ALONE}
+RATE = LINK_SHARE * GPU.node_bandwidth
 
 
-@pytest.fixture
-def no_launches(monkeypatch):
-    """Where operations take no time, the rest of a stage is what it sends."""
-    monkeypatch.setattr(estimate, "PASS_LAUNCH", 0.0)
+def launches(times, layers):
+    """Seconds in which the host launches a pass that runs each layer so often, 40 operations each."""
+    return times * 40 * layers * estimate.PASS_LAUNCH
 
 
 @pytest.mark.parametrize(
     ("stage", "of_update", "before"),
     [(1, (2 + 4) / 4, 2 / 4), (2, 2 + 4, 2), (3, 2 * 2 + 4, 2)],  # bytes for each parameter and pass
 )
-def test_shards_gather_weights_in_each_pass_and_scatter_gradients(no_launches, stage, of_update, before):
-    """In 16 bits, and in float32; at stage 1 once for all four passes, at stage 3 twice in each."""
+def test_shards_gather_weights_in_each_pass_and_scatter_gradients(stage, of_update, before):
+    """In 16 bits, and in float32; at stage 1 once for all four passes, at stage 3 twice in each. The model is so large
+    that its work hides behind that."""
     what, facts = of(mesh={"shard": 4}, stage=stage, **SIZES)
-    each, whole = attrs.evolve(facts["actor"], **NO_WORK), 3 * LAYER + 2 * EMBEDDING
-    rate = LINK_SHARE * GPU.node_bandwidth
-    for name, size in (("update actor", of_update), ("log-probs", before)):
-        expected = 4 * whole * size * 3 / 4 / rate
-        assert estimate._seconds(what, name, each) == pytest.approx(expected)
-    single = attrs.evolve(what, compute_dtype=None)
-    assert estimate._seconds(single, "log-probs", each) == pytest.approx(2 * 4 * whole * before * 3 / 4 / rate)
-    again = attrs.evolve(what, mesh={"shard": 4, "tensor": 2, "replicate": 2})
-    sums = estimate._sums(again, each) + 4 * estimate._exchanges(again, each, 3, 2)
-    gathered = 4 * whole / 2 * of_update * 3 / 4 / rate
-    ring = estimate.link(again, estimate.DENSE)[1] * LINK_SHARE
-    assert estimate._seconds(again, "update actor", each) == pytest.approx(gathered * rate / ring + sums)
+    large = {"actor": attrs.evolve(facts["actor"], **NO_WORK, dense=1e12, outside=0.0)}
+    found = rough(what, large).seconds
+    assert found == pytest.approx(4 * 1e12 * (of_update + before) * 3 / 4 / RATE)
+    of_weights = 2 * before + (of_update - 4 / (4 if stage == 1 else 1)) * 2  # twice the bytes, but for gradients
+    single = 4 * 1e12 * (of_weights + 4 / (4 if stage == 1 else 1)) * 3 / 4 / RATE
+    assert rough(attrs.evolve(what, compute_dtype=None), large).seconds == pytest.approx(single)
 
 
 @pytest.mark.parametrize(("again", "ways"), [(False, 2), (True, 3)])
-def test_experts_are_sent_their_tokens_in_every_run_of_a_layer(no_launches, again, ways):
+def test_experts_are_sent_their_tokens_in_every_run_of_a_layer(again, ways):
     mix = {"config": mixture(chosen=2), "mesh": {"expert": 2, "shard": 2}, "load": 1.5, **SIZES}
     what = case(hardware=GPU, checkpoint_layers=again, **mix)
     facts = attrs.evolve(facts_of(what, model_of(case(config=mixture(chosen=2)), "actor")), **NO_WORK)
     sent = 2 * 2 * (1024 * 128 * 2) * (1 / 2) * 1.5  # to the experts and back, of tokens that go elsewhere
-    rate = LINK_SHARE * GPU.node_bandwidth
-    dense = facts.dense + 2 * facts.outside
-    update = dense * 8 * 3 / 4 + facts.experts / 2 * 8 * 1 / 2
-    before = dense * 2 * 3 / 4 + facts.experts / 2 * 2 * 1 / 2
-    assert estimate._seconds(what, "update actor", facts) == pytest.approx(4 * (update + 2 * ways * sent) / rate)
-    assert estimate._seconds(what, "log-probs", facts) == pytest.approx(4 * (before + 2 * 1 * sent) / rate)
+    work = launches(4 if again else 3, 2) + launches(1, 2)  # behind which the weights hide
+    expected = 4 * (work + 2 * (ways + 1) * sent / RATE)
+    assert rough(what, {"actor": facts}).seconds == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("virtual", [1, 3])
-def test_ranks_of_a_pipeline_send_what_comes_out_of_their_stages(no_launches, virtual):
+def test_ranks_of_a_pipeline_send_what_comes_out_of_their_stages(virtual):
     what, facts = of(mesh={"pipeline": 3, "tensor": 2}, virtual_stages=virtual, layers=9, **SIZES)
-    each = attrs.evolve(facts["actor"], **NO_WORK)
-    rate, hidden = LINK_SHARE * GPU.node_bandwidth, 1024 * 128 * 2
+    each, hidden = {"actor": attrs.evolve(facts["actor"], **NO_WORK)}, 1024 * 128 * 2
+    sent = 3 * (virtual * hidden / 2 + 4 * 3 * hidden / 2)  # forward, and both ways; three layers over two ranks
     wait = 1 + 2 / (virtual * 4)
-    for name, ways in (("update actor", 2), ("log-probs", 1)):
-        sent = ways * virtual * hidden / 2 + 4 * 3 * ways * hidden / 2  # a rank's three layers over two ranks
-        assert estimate._seconds(what, name, each) == pytest.approx(4 * sent / rate * wait)
+    expected = 4 * (launches(4, 3) + sent / RATE) * wait
+    assert rough(what, each).seconds == pytest.approx(expected)

@@ -10,9 +10,9 @@ from fppo.settings.plan import PlanSettings
 from fppo.steps import recorded
 from fppo.studies.plan import passes
 from fppo.studies.plan.case import hardware_of
-from fppo.studies.plan.estimate import LAUNCH, PASS_LAUNCH, busy_seconds, seconds_of
+from fppo.studies.plan.estimate import LAUNCH, PASS_LAUNCH, Seconds, busy_seconds, seconds_of
 from fppo.studies.plan.passes import model_of
-from fppo.studies.plan.plan import _recorded, plan
+from fppo.studies.plan.plan import plan
 from fppo.studies.plan.run import case_of
 from fppo.studies.plan.text import of_plan, rendered
 from tests import tiny_run
@@ -35,13 +35,15 @@ def test_a_pass_takes_what_its_launches_take_where_these_take_longest_and_are_no
     assert graphs.compute < 0.2 * launched.compute
 
 
+@pytest.mark.slow
 def test_a_plan_says_in_words_what_waits_for_launches_and_what_is_recorded():
     graphs = plan(FEW)
     assert {stage.name: stage.recorded for stage in graphs.stages} == {"log-probs": True, "update actor": True}
     words = rendered(of_plan(graphs, None))
     assert "Recorded as CUDA graphs (model.graphs): the passes of log-probs, update actor." in words
     slow = [
-        attrs.evolve(stage, recorded=False, seconds=stage.seconds._replace(launching=1.0)) for stage in graphs.stages
+        attrs.evolve(stage, recorded=False, seconds=Seconds(*stage.seconds[:4], launching=1.0))
+        for stage in graphs.stages
     ]
     words = rendered(of_plan(attrs.evolve(graphs, stages=tuple(slow)), None))
     assert "of that for launches" in words
@@ -52,6 +54,7 @@ def test_a_plan_says_in_words_what_waits_for_launches_and_what_is_recorded():
     assert "launches" not in rendered(of_plan(again, None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -64,11 +67,9 @@ def test_a_plan_says_in_words_what_waits_for_launches_and_what_is_recorded():
     ],
 )
 def test_what_a_run_would_not_record_is_not_planned_so(changes, monkeypatch):
-    model = model_of(FEW, "actor")
-    size = sum(shape.numel() for shape in model.shapes.values())
-    monkeypatch.setattr(recorded, "LAYER_TOKENS", 1000 * size)
-    assert _recorded(FEW, model)
-    assert not _recorded(attrs.evolve(FEW, **changes), model)
+    size = sum(shape.numel() for shape in model_of(FEW, "actor").shapes.values())
+    monkeypatch.setattr(recorded, "LAYER_TOKENS", 1000 * size)  # a plan of the real number takes long
+    assert not any(stage.recorded for stage in plan(attrs.evolve(FEW, **changes)).stages)
 
 
 def test_a_runs_settings_say_whether_it_records(tmp_path):

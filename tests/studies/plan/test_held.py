@@ -11,15 +11,16 @@ import torch
 from fppo.models import flops
 from fppo.settings.plan import PlanSettings
 from fppo.studies.plan import host
-from fppo.studies.plan.case import GIB, PlannedSampling, hardware_of, overhead
+from fppo.studies.plan.case import GIB, PlannedSampling, Role, hardware_of, overhead
 from fppo.studies.plan.columns import column_calls
-from fppo.studies.plan.passes import Built, model_of, rows_of, stages_of
-from fppo.studies.plan.plan import _at_rest, _stage
+from fppo.studies.plan.host import state_of
+from fppo.studies.plan.passes import Built, model_of, rows_of
+from fppo.studies.plan.plan import plan
 from fppo.studies.plan.rollout import KEYS, MOVING, OUTSIDE, rollout_of
 from fppo.studies.plan.run import case_of
-from fppo.studies.plan.track import BATCH, Cost, Phase, Segment
+from fppo.studies.plan.track import BATCH, Cost, Phase
 from tests import tiny_run
-from tests.studies.plan.cases import case
+from tests.studies.plan.cases import at_rest, case
 
 ROW = 64 * (8 + 1) + 32 * (1 + 2 * 4) + 3 * 8 + 4  # tokens and masks, log-probs of the engine, numbers of the row
 
@@ -27,9 +28,9 @@ ROW = 64 * (8 + 1) + 32 * (1 + 2 * 4) + 3 * 8 + 4  # tokens and masks, log-probs
 def test_every_rank_holds_the_rows_of_a_whole_mini_batch():
     what = case(mesh={"shard": 2}, micro_batches=3)  # 4 rows in each of three passes on two ranks
     numbers = 32 * 4 * (1 + 3 + 2)  # old log-probs; token rewards, advantages, returns; the reference's, values
-    assert _at_rest(what, Built())[BATCH] == (ROW + numbers) * 4 * 3 * 2
+    assert at_rest(what)[BATCH] == (ROW + numbers) * 4 * 3 * 2
     alone = attrs.evolve(what, critic=False, reference=False)
-    assert _at_rest(alone, Built())[BATCH] == (ROW + numbers - 2 * 32 * 4) * 24
+    assert at_rest(alone)[BATCH] == (ROW + numbers - 2 * 32 * 4) * 24
 
 
 @pytest.mark.parametrize("together", [1.0, 2.0, 1.5])
@@ -108,12 +109,13 @@ def test_greedy_baselines_are_a_second_rollout_of_one_row_for_each_prompt(tmp_pa
     assert [call.back["scores"] for call in scored] == [4 * 8, 4 * 2]
 
 
+@pytest.mark.slow
 def test_half_of_what_is_free_on_a_gpu_is_for_the_engines_cache():
     """A pass has as many rows as it holds, with prompts and their responses together."""
     gpu = hardware_of("h100", {"memory": GIB})
     sampling = PlannedSampling(sequences=1 << 16, n=4, max_rows=1 << 16)
     what = case(hardware=gpu, critic=False, reference=False, compute_dtype=torch.bfloat16, sampling=sampling, length=64)
-    rest = _at_rest(what, Built())
+    rest = at_rest(what)
     planned = rollout_of(what, rest, Built())
     weights = sum(x for name, x in planned.memory.items() if name not in (KEYS, MOVING, OUTSIDE))
     row = 64 * 3 * 2 * 2 * 32 * 2  # of three layers, keys and values of two heads, in 16 bits
@@ -129,13 +131,12 @@ def test_half_of_what_is_free_on_a_gpu_is_for_the_engines_cache():
     assert planned.decode < again.decode
 
 
+@pytest.mark.slow
 def test_the_work_of_a_stage_is_that_of_its_models_arithmetic():
     """A reward model's head is applied to one token of a row; every rank has its share."""
     what = case(layers=1, micro_batches=2, mesh={"shard": 2}, full=True)
     what = attrs.evolve(what, reward_model=what.config)
-    phases, built = [Phase("forward 1", (Segment({}),), Cost())], Built()
-    stages = [_stage(what, what.at(name), name, {}, phases, built) for name in stages_of(what)]
-    found = {stage.name: stage.model_flops for stage in stages}
+    found = {stage.name: stage.model_flops for stage in plan(what).stages}
     rows, length, response = 2 * 4, 64, 32  # of each rank
     policy, critic, reward = (model_of(what, name) for name in ("actor", "critic", "reward model"))
     one = {
@@ -172,3 +173,25 @@ def test_activations_put_away_are_those_of_the_passes_in_flight():
     assert ends == [2 * 8, 8]
     chunks = case(layers=4, mesh={"pipeline": 2}, virtual_stages=2, micro_batches=4)
     assert host.away_bytes(chunks, stages) == chunks.in_flight * 8 / 2
+
+
+LEVELS = ["none", "moments", "all"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("of_critic", [None, *LEVELS])
+@pytest.mark.parametrize("of_reference", [None, "none", "all"])
+def test_each_role_says_what_of_its_state_is_on_the_host(level, of_critic, of_reference):
+    roles = {"critic": Role(offload=of_critic), "reference": Role(offload=of_reference)}
+    found = state_of(attrs.evolve(case(layers=1, offload=level), roles=roles), Built())
+    critic, reference = of_critic or level, of_reference or level
+    assert {name: away for name, (away, _) in found.items()} == {
+        "actor's parameters": level == "all",
+        "actor's optimizer": level != "none",
+        "critic's parameters": critic == "all",
+        "critic's optimizer": critic != "none",
+        "reference's parameters": reference == "all",
+    }
+    actor, moments = (found[f"actor's {x}"][1] for x in ("parameters", "optimizer"))
+    assert sum(moments) == 2 * sum(actor) == 2 * sum(found["reference's parameters"][1])

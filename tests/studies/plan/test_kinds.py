@@ -63,6 +63,7 @@ def test_what_is_made_of_gradients_alone_is_one_and_of_others_too_is_none():
                 del mixed
 
 
+@pytest.mark.slow
 def test_logits_of_a_pass_are_counted_as_such():
     """Of each response token a float32 number for each entry of the vocabulary."""
     what = case(layers=1, log_probs="reference", micro_batches=1)

@@ -72,11 +72,6 @@ def test_layers_that_differ_are_all_run():
     assert layers.alike(model_of(case(layers=6), "actor"))
 
 
-def test_what_grows_with_the_layers_is_a_line_through_both_runs():
-    for count, number in ((layers.FEW, 10.0), (layers.MORE, 13.0), (32, 10.0 + 3.0 * (32 - layers.FEW))):
-        assert layers._linear({"grows": 10.0}, {"grows": 13.0}, count) == {"grows": number}
-
-
 def of_stage(what, layers, *, trains):
     """The phases of a stage of a short pipeline: what an action adds depends on the stage's place and layers alone."""
     state, kept, grads = 100 * (1 + what.pipeline_rank), 10 * layers, 3 * layers if trains else 0

@@ -36,14 +36,14 @@ CASES = [
     ({"shard": 2}, 3, False, "chunked", 3),
     pytest.param({"shard": 4}, 3, True, "reference", 2, marks=pytest.mark.slow),
     ({"sequence": 2}, 3, False, "chunked", 2),
-    ({"replicate": 2, "shard": 2}, 1, "selective", "chunked", 2),
+    pytest.param({"replicate": 2, "shard": 2}, 1, "selective", "chunked", 2, marks=pytest.mark.slow),
     pytest.param({"shard": 2, "sequence": 2}, 3, False, "chunked", 2, marks=pytest.mark.slow),
     ({"tensor": 2}, 3, False, "chunked", 2),
     pytest.param({"shard": 2, "tensor": 2}, 3, True, "chunked", 2, marks=pytest.mark.slow),
     ({"pipeline": 2}, 3, False, "chunked", 2),
     pytest.param({"pipeline": 2, "shard": 2}, 3, True, "chunked", 3, marks=pytest.mark.slow),
     ({"context": 2}, 3, False, "chunked", 2),
-    ({"context": 2, "tensor": 2}, 3, False, "chunked", 2),
+    pytest.param({"context": 2, "tensor": 2}, 3, False, "chunked", 2, marks=pytest.mark.slow),
 ]
 UPDATE = "update actor"
 
@@ -64,10 +64,12 @@ def on_the_fullest_rank(what, name):
     return next(phases for phases in simulate(what.mesh, run) if phases)
 
 
+@pytest.mark.slow
 def test_keys_that_travel_are_planned():
     holds(case(layers=2, mesh={"context": 2}, ring=True), UPDATE)
 
 
+@pytest.mark.slow
 def test_the_attention_of_a_context_rank_is_counted_by_the_keys_it_sees():
     """On a GPU, where no mask is made."""
     gpu = hardware_of("h100")
@@ -100,6 +102,7 @@ def holds(what, name):
     return planned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "stage", "again", "log_probs", "layers"), CASES)
 def test_an_update_holds_and_sends_what_was_planned(mesh, stage, again, log_probs, layers):
     for rank in range(mesh.get("pipeline", 1)):
@@ -107,6 +110,7 @@ def test_an_update_holds_and_sends_what_was_planned(mesh, stage, again, log_prob
         holds(attrs.evolve(what, pipeline_rank=rank), "update actor")
 
 
+@pytest.mark.slow
 def test_attention_that_is_kept_is_planned():
     """Its output and a float32 number for each head, for no work beyond that of layers that are kept."""
     gpu = hardware_of("h100")
@@ -120,6 +124,7 @@ def test_attention_that_is_kept_is_planned():
     assert held["selective"] - held[True] == 2 * 256 * (2 * 128 + 4 * 4)  # of two layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "stage"),
     [
@@ -143,6 +148,7 @@ def test_both_axes_cut_what_is_dense_and_what_is_of_experts(mesh, dense, of_expe
     assert shard_numbers(what, "actor") == inside / of_experts + outside / dense
 
 
+@pytest.mark.slow
 def test_experts_that_routers_prefer_make_their_rank_hold_what_is_planned_for_their_load(monkeypatch):
     """As counted: of routers that choose the first half of the experts far more often."""
     plain = models.init_params
@@ -167,6 +173,7 @@ def test_experts_that_routers_prefer_make_their_rank_hold_what_is_planned_for_th
         assert sent[0] == pytest.approx(sent[1], rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_ranks_of_an_expert_axis_send_a_token_to_each_of_its_experts_and_back():
     """2 k N H (e - 1) / e numbers forward, and as many backward; of a rank with more tokens, more of its own stay,
     and more of others go back."""
@@ -183,6 +190,7 @@ def test_the_ranks_of_an_expert_axis_send_a_token_to_each_of_its_experts_and_bac
     assert held[1] > 1.05 * held[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, {"shard": 2}])
 @pytest.mark.parametrize("name", ["log-probs", "values", "update critic"])
 def test_the_other_stages_hold_and_send_what_was_planned(mesh, name):
@@ -216,7 +224,8 @@ def test_state_on_the_host_is_planned(offload, name):
     assert less.get("state", 0) == pytest.approx(state if offload == "moments" else 0, rel=0.001)
 
 
-@pytest.mark.parametrize("again", [False, "selective"])
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, pytest.param("selective", marks=pytest.mark.slow)])
 def test_activations_on_the_host_are_planned(monkeypatch, again):
     """A window of them is on the device, and as much on the host as goes there."""
     small = {"minimum_bytes": 1 << 12, "window_bytes": 1 << 18}
@@ -234,6 +243,7 @@ def test_activations_on_the_host_are_planned(monkeypatch, again):
     assert planned.host.rest[host.AWAY] == forward["away"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["reference", "update critic"])
 def test_a_role_of_its_own_holds_what_was_planned(name):
     roles = {
@@ -244,10 +254,12 @@ def test_a_role_of_its_own_holds_what_was_planned(name):
     holds(what.at(name), name)
 
 
+@pytest.mark.slow
 def test_bfloat16_passes_hold_what_was_planned():
     holds(case(layers=2, mesh={"shard": 2}, compute_dtype=torch.bfloat16), UPDATE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_parameters_gradients_and_moments_are_an_nth_of_all(ranks):
     what = case(layers=1, mesh={"shard": ranks}, micro_batches=1)
@@ -265,6 +277,7 @@ def test_a_64th_is_planned_as_one(name):
     assert shard_numbers(what, "actor") == pytest.approx(total / 64, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_watch_counts_the_bytes_that_were_planned():
     what = case(layers=2, mesh={"replicate": 2, "shard": 2, "sequence": 2}, stage=3)
 

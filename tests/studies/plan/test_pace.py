@@ -24,6 +24,7 @@ def timed(case: Case, seconds: float = 1.0) -> Pace:
     return paced(case, KERNELS, clock=itertools.count(step=seconds).__next__).pace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -47,6 +48,7 @@ def test_a_pace_is_measured_with_the_runs_kernels_and_is_as_slow_as_the_clock_sa
     assert torch.get_num_threads() == threads
 
 
+@pytest.mark.slow
 def test_a_miniature_has_the_pace_of_the_run_that_it_is_made_of():
     """A model of two layers whose whole vocabulary is kept is its own miniature: its passes take what was measured."""
     case = bare(layers=2, config=config(num_hidden_layers=2))
@@ -55,6 +57,7 @@ def test_a_miniature_has_the_pace_of_the_run_that_it_is_made_of():
     assert stages["log-probs"] == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_seconds_on_a_cpu_are_products_copies_and_calls_at_its_pace():
     """Nothing is launched ahead there, so calls are added; parts of a step have a pace each, and a GPU has none."""
     case = bare(sampling=SAMPLED)

@@ -67,9 +67,3 @@ def test_each_pool_has_its_models_its_mesh_and_the_most_of_its_columns(tmp_path,
     titles = [each[0] for each in sections]
     assert titles[:3] == ["pool p: actor, reference", "of p", "2 calls"]
     assert ("pool e: rollout" in titles) is engines
-
-
-@pytest.mark.parametrize("small", [["p"], ["v"], ["e"], ["p", "v"]])
-def test_a_run_fits_if_each_of_its_pools_does(tmp_path, shown, small):
-    shown.small.update(small)
-    assert not plan.planned_pools(settings_of(tmp_path, engines=True), PlanSettings(gpu="cpu"))[2]

@@ -213,6 +213,7 @@ def planned_of(what: Case, seconds: dict[str, float], rollout: float) -> Plan:
     return Plan(what, {}, {}, stages, rollout=sampled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "log_probs"), [("pass", 1), ("engine", 0)], ids=["of a pass before the update", "of the engine"]
 )
@@ -234,6 +235,7 @@ def test_a_run_takes_its_steps_and_a_step_its_mini_batches_and_epochs(tmp_path, 
     assert none.disk == 5 * found.checkpoint + found.model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(5, 5), (2, 20, 5)])
 def test_prompts_of_a_known_length_are_planned_as_long_as_they_are(tmp_path, lengths):
     """The longest counts for memory, their mean for time."""
@@ -250,20 +252,19 @@ def test_prompts_of_a_known_length_are_planned_as_long_as_they_are(tmp_path, len
     assert found.pace is None
 
 
-def test_log_probs_of_the_update_itself_take_no_pass_before_it(tmp_path):
-    own = tiny_run.NO_KL | {"actor__epochs": 1, "actor__mini_batch_size": 64, "algorithm__old_log_probs": "update"}
-    own |= {"model__path": "quickstart", "rollout__batch_size": 64, "actor__micro_batch_size": 16}
-    settings = tiny_run.settings(tmp_path, **own)
-    planned = planned_of(case_of(settings, PlanSettings(gpu="cpu")), {"log-probs": 1.0, "update actor": 16.0}, 5.0)
-    assert needs._step_seconds(settings, planned, settings.data.max_prompt_tokens) == 16 + 5
-
-
-def test_a_checkpoint_has_the_state_of_all_ranks_and_an_export_the_policy():
-    what = case(mesh={"shard": 2, "tensor": 2}, roles={"reference": Role(dtype=torch.bfloat16)})
-    what = attrs.evolve(what, reward_model=what.config)
+@pytest.mark.slow
+def test_log_probs_of_the_update_itself_take_no_pass_before_it_and_a_checkpoint_has_the_state_of_all_ranks(tmp_path):
+    own = tiny_run.NO_KL | {"actor__epochs": 1, "actor__mini_batch_size": 64, "model__ref_dtype": "bfloat16"}
+    own |= {"model__path": "quickstart", "rollout__batch_size": 64, "mesh__shard": 2, "actor__kl_coef": 0.1}
+    found = {}
+    for old in ("pass", "update"):
+        settings = tiny_run.settings(tmp_path, **own, algorithm__old_log_probs=old)
+        found[old] = needs.needs_of(settings, PlanSettings(gpu="cpu"))
+    assert found["update"].step < found["pass"].step
+    what = case_of(settings, PlanSettings(gpu="cpu"))
     actor, critic = (sum(x.numel() for x in model_of(what, name).shapes.values()) for name in ("actor", "critic"))
     saved = 12 * (actor + critic) + 2 * actor  # a number, two moments; the reference
-    assert needs._saved(what) == (saved, 4 * actor)
+    assert (found["pass"].checkpoint, found["pass"].model) == (saved, 4 * actor)
 
 
 def test_each_pool_of_a_run_has_its_own_mesh_and_models(tmp_path):

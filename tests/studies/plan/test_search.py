@@ -16,10 +16,10 @@ from fppo.studies.plan import search
 from fppo.studies.plan.case import hardware_of, with_sequences
 from fppo.studies.plan.estimate import ORDER, ROOM, Rough
 from fppo.studies.plan.passes import Built
-from fppo.studies.plan.plan import _plan, pipeline_work
+from fppo.studies.plan.plan import pipeline_work, plan
 from fppo.studies.plan.search import Candidate, Remedy, applied, families, meshes, remedies, seconds_per_token
 from fppo.studies.plan.track import ACTIVATIONS, LOGITS
-from tests.studies.plan.cases import case, config, mixture
+from tests.studies.plan.cases import case, mixture
 
 GPU = hardware_of("h100")
 
@@ -49,6 +49,7 @@ def test_every_kind_of_change_is_tried_the_smallest_first():
     ]
 
 
+@pytest.mark.slow
 def test_half_of_an_odd_number_of_sequences_is_rounded_up():
     budgets = {rows: families(whole(tokens=rows * 64))[2] for rows in (2, 5, 7)}
     assert {rows: [each["actor.token-budget"] // 64 for each in budgets[rows]] for rows in budgets} == {
@@ -117,21 +118,6 @@ def test_every_mesh_of_so_many_gpus_is_tried_once():
     assert all(math.prod(mesh.values()) == 4 for mesh in with_experts)
 
 
-def test_a_mesh_without_work_for_its_ranks_is_refused_with_the_reason():
-    facts = {"actor": SimpleNamespace(layers=3)}
-
-    def reason(sequences=8, virtual=1, **mesh):
-        return search._unused(case(mesh=mesh, virtual_stages=virtual, hardware=GPU), sequences, facts)
-
-    assert reason(pipeline=3) is None
-    assert reason(pipeline=4) == "more stages than the actor has layers"
-    assert reason(pipeline=2, virtual=2) == "more stages than the actor has layers"
-    assert reason(shard=8) is None
-    assert reason(shard=16) == "more data ranks than the 8 sequences of an update"
-    assert reason(tensor=4, sequence=2) is None
-    assert reason(tensor=4, sequence=4) == "tensor times sequence is more than the 8 GPUs of a node"
-
-
 def planned(what, seconds, fits=True):
     """The part of a plan that a search reads."""
     return SimpleNamespace(case=what, seconds=seconds, tokens=what.mini_batch * what.length, fits=fits)
@@ -156,36 +142,9 @@ def test_of_changes_that_help_the_cheapest_comes_first(monkeypatch):
     for family in families(what):
         changed |= {tuple(flags.items()): applied(what, flags) for flags in family}
     monkeypatch.setattr(search, "plan", found)
-    monkeypatch.setattr(search, "_too_large", lambda case, built: False)
     memory = {ACTIVATIONS: 1.0, LOGITS: 1.0}
     base = SimpleNamespace(case=what, peak=SimpleNamespace(memory=memory))
     assert [dict(x.flags) for x in remedies(base)] == [fit[1], fit[2], fit[0]]
-
-
-def test_shards_do_not_help_where_what_they_leave_is_too_much():
-    what = whole()
-    for held, helps in ((0.5, True), (0.51, False)):
-        memory = {ACTIVATIONS: held * GPU.memory, LOGITS: 0.5 * GPU.memory}
-        base = SimpleNamespace(case=what, peak=SimpleNamespace(memory=memory))
-        assert search._helps([{"mesh.shard": 4}], base) is helps
-        assert search._helps([{"mesh.shard": 4, "mesh.tensor": 2}], base)
-        assert search._helps([{"mesh.stage": 2}], base)
-
-
-def test_more_gpus_are_named_with_what_else_they_take(monkeypatch):
-    monkeypatch.setattr(search, "families", lambda case: [])
-    tried = []
-
-    def found(at, *, only_if_fits, built):
-        tried.append(at.size("shard"))
-        return planned(at, 1.0, at.size("shard") >= 8)
-
-    monkeypatch.setattr(search, "plan", found)
-    memory = {ACTIVATIONS: 1.0, LOGITS: 1.0}
-    what = whole(mesh={"shard": 2})
-    (remedy,) = remedies(SimpleNamespace(case=what, peak=SimpleNamespace(memory=memory)))
-    assert remedy.flags == {"gpus": 8, "mesh.shard": 8}
-    assert tried == [4, 8]
 
 
 def test_more_gpus_together_with_other_changes_are_named_with_all_of_these(monkeypatch):
@@ -201,23 +160,6 @@ def test_more_gpus_together_with_other_changes_are_named_with_all_of_these(monke
     (remedy,) = remedies(base)
     assert remedy.flags == {"gpus": 4, "mesh.shard": 4, "model.checkpoint-layers": True}
     assert remedy.plan.case == applied(what, remedy.flags)
-
-
-@pytest.mark.parametrize(("seconds", "fits", "counts"), [(range(30), 1, (5, 0, 25)), (range(30), 3, (4, 8, 18))])
-def test_meshes_are_planned_by_the_formulas_order_until_enough_fit(monkeypatch, seconds, fits, counts):
-    """At most twelve, of which the first of so many fits; the fastest by their plans come first."""
-    candidates = [Candidate(whole(micro_batches=n + 1), Rough(float(n), 0.0)) for n in seconds]
-    monkeypatch.setattr(
-        search,
-        "plan",
-        lambda at, only_if_fits, built: (
-            only_if_fits and planned(at, -float(at.micro_batches), (at.micro_batches - 1) % fits == 0)
-        ),
-    )
-    best, failed, slower = search._planned(candidates, Built())
-    assert (len(best), len(failed), len(slower)) == counts
-    assert [pair[1].seconds for pair in best] == sorted(pair[1].seconds for pair in best)
-    assert slower == tuple(candidates[-counts[2] :])
 
 
 def test_a_search_sorts_meshes_by_time_and_those_too_large_by_memory(monkeypatch):
@@ -259,12 +201,29 @@ def test_the_work_of_pipeline_ranks_is_that_of_their_layers_and_the_last_has_the
     assert sum(work) == pytest.approx(4 * layer + head)
     own = [len(cut) for cut in Built().cuts(what, "actor")]
     assert work[0] == pytest.approx(sum(own[::2]) * layer)
-    early = _plan(attrs.evolve(what, hardware=attrs.evolve(what.hardware, memory=1.0)), True, Built())
+    early = plan(attrs.evolve(what, hardware=attrs.evolve(what.hardware, memory=1.0)), only_if_fits=True)
     assert early.stages == ()
     assert early.imbalance == pytest.approx(max(work) / (sum(work) / 2))
 
 
+def refused(ranks, sequences=8, **changes):
+    """The reasons against meshes of so many GPUs, of which none is planned, since none has room for a model."""
+    found = search.search(case(hardware=attrs.evolve(GPU, memory=1.0), **changes), ranks, sequences)
+    assert found.best == found.failed == found.slower == ()
+    assert found.count == len(list(meshes(ranks, experts="config" in changes)))
+    return found.refused
+
+
+def test_a_mesh_without_work_for_its_ranks_is_refused_with_the_reason():
+    """Of three layers, on nodes of 8 GPUs; pipelines have one, two or four stages on a rank."""
+    few = "more stages than the actor has layers"
+    assert refused(2) == {few: 2}
+    assert refused(3)[few] == 2
+    found = refused(16)
+    assert found["more data ranks than the 8 sequences of an update"] == 5  # replicate times shard
+    assert found["tensor times sequence is more than the 8 GPUs of a node"] == 5
+
+
 def test_a_mixture_is_cut_over_experts_by_divisors_alone():
-    assert search._undivided(case(config=mixture(chosen=2)), 2, 1, 1) is None
-    assert "8 experts, which it does not divide" in search._undivided(case(config=mixture(chosen=2)), 3, 1, 1)
-    assert "which has no experts to cut" in search._undivided(case(config=config()), 2, 1, 1)
+    assert not any("experts" in reason for reason in refused(2, config=mixture(chosen=2)))
+    assert any("8 experts, which it does not divide" in reason for reason in refused(3, config=mixture(chosen=2)))

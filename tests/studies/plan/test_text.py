@@ -138,8 +138,8 @@ def test_a_plan_in_words():
     fits = "It fits: 14.5 of 79.1 GiB (18%), in update critic. "
     assert words(text.of_plan(PLAN, None)) == f"{HEAD}{fits}{REST}{OF_ROLLOUT}{OF_HOST} {text.MEMORY} {text.JUDGE}"
     big = attrs.evolve(ROLLOUT, memory={"keys and values": 20 * GIB}, stays=0.0)
-    said = words([text._verdict(attrs.evolve(PLAN, rollout=big), None)])
-    assert said == "It fits: 20.0 of 79.1 GiB (25%), in the rollout."
+    said = words(text.of_plan(attrs.evolve(PLAN, rollout=big), None))
+    assert "It fits: 20.0 of 79.1 GiB (25%), in the rollout. " in said
     plain = attrs.evolve(PLAN, rollout=None, host=None, case=attrs.evolve(CASE, sampling=None, pipeline_rank=1))
     found = words(text.of_plan(plain, None))
     assert "the pipeline's last rank is planned" in found
@@ -162,7 +162,7 @@ def test_a_plan_in_words():
             {"checkpoint_layers": True, "offload": "all", "offload_activations": False},
             "layers recomputed, state on the host",
         ),
-        ({"checkpoint_layers": False, "offload": "none", "offload_activations": False}, "float32 state"),
+        ({"checkpoint_layers": False, "offload": "none", "offload_activations": False}, "float32 state critic:"),
         (
             {"compute_dtype": None, "offload": "none", "offload_activations": False},
             "float32 passes on float32 state, layers",
@@ -171,7 +171,7 @@ def test_a_plan_in_words():
         ({"lora": Lora(8, 1.0), "lora_base": "nf4"}, "adapters of rank 8 on a frozen base in nf4 and bfloat16"),
         ({"virtual_stages": 2}, "stage 3, 2 stages on each rank"),
         ({"mesh": {}}, "1 x h100, 79.1 GiB each: pipeline 1"),
-        ({"mesh": {"expert": 2}, "load": 1.5}, "experts: the planned rank's have 1.50 times the mean"),
+        ({"mesh": {**CASE.mesh, "expert": 2}, "load": 1.5}, "experts: the planned rank's have 1.50 times the mean"),
         (
             {"roles": {"critic": Role(checkpoint_layers=False, offload="moments")}},
             "critic: layers kept, moments on the host",
@@ -179,31 +179,28 @@ def test_a_plan_in_words():
     ],
 )
 def test_the_head_of_a_plan_says_what_its_case_is(changes, line):
-    found = [words([[part]]) for part in text._head(attrs.evolve(CASE, **changes), {})]
-    assert any(line in each for each in found), found
-    if line == "float32 state":
-        assert any(each.endswith(line) for each in found)
+    assert line in words(text.of_plan(attrs.evolve(PLAN, case=attrs.evolve(CASE, **changes)), None))
 
 
 def test_rows_that_share_prompts_are_said_in_tokens():
     what = case(tokens=256, length=64, response=0.25, micro_batches=4, together=2.0, forward_together=8.0, budget=160)
-    (line,) = text._shared(what)
-    assert line == (
+    line = (
         "prompts are computed once: 160 tokens (62%) of a pass of the update, "
         "144 tokens (38%) of one without a gradient"
     )
-    assert text._shared(case()) == []
+    shown = [words(text.of_plan(attrs.evolve(PLAN, case=each), None)) for each in (what, case())]
+    assert (line in shown[0], "prompts are computed once" in shown[1]) == (True, False)
 
 
 def test_what_does_not_fit_in_words():
     beside = "It does not fit: update critic needs 14.5 GiB, with the 1.5 GiB that vLLM keeps, and there are 12.0. "
     most = "Most of it: actor's parameters 10.0 and activations 3.0."
-    assert words([text._verdict(SMALL, None)]) == beside + most
+    assert beside + most in words(text.of_plan(SMALL, None))
     none = "None of the settings that were tried makes it fit, alone or together, on up to 64 times as many GPUs."
-    assert words([text._verdict(SMALL, [])]) == f"{beside}{most} {none}"
+    assert f"{beside}{most} {none}" in words(text.of_plan(SMALL, []))
     remedy = Remedy({"mesh.stage": 2}, attrs.evolve(PLAN, stages=STAGES[:1]))
     table = "What would make it fit, by GPU time for a token: time GiB --mesh.stage 2 0.17x 11.0"
-    assert words([text._verdict(SMALL, [remedy])]) == f"{beside}{most} {table}"
+    assert f"{beside}{most} {table}" in words(text.of_plan(SMALL, [remedy]))
     read = text.numbers_of_plan(SMALL, [remedy])
     (helps,) = read["remedies"]
     assert helps == {"flags": {"mesh.stage": 2}, "total": 11 * GIB, "relative_cost": pytest.approx(11.5 / 69)}
@@ -254,7 +251,7 @@ def test_engines_of_a_pool_in_words():
     assert "It does not fit: 12.0 of 11.0 GiB." in small
     alone = attrs.evolve(ROLLOUT, engines=1, gpus=1, stays=0.0, gathered=0.0, sent=0.0, sending=0.0)
     embedded = attrs.evolve(CASE, sampling=PlannedSampling())
-    found = words([text._rollout(Engines(embedded, alone, HOST))])
+    found = words(text.of_engines(Engines(embedded, alone, HOST)))
     assert found.startswith("rollout by the embedded engine: the engine has 24 rows, of which 12 decode together")
     assert "stay beside" not in found
     assert "weights: the engine has those that are trained. " in found

@@ -58,16 +58,16 @@ class Template:
     write_marks: Write = attrs.field(eq=False)
 
 
-class Shown(NamedTuple):
+class Rendered(NamedTuple):
     """A conversation in the form that a template reads, and its text."""
 
     messages: list[dict[str, Any]]
     text: str
 
 
-def shown(
+def render(
     template: Template, messages: Sequence[Mapping[str, Any]], *, generation: bool, sampled: bool = False
-) -> Shown:
+) -> Rendered:
     """Render a conversation: the form in which the template reads it, and its text.
 
     Raises ValueError naming the messages and fields of which the template leaves something out, or writes it twice. A
@@ -78,13 +78,13 @@ def shown(
     form = _form_of(template, _shapes_of(whole), generation)
     if form.problems:
         raise _error(form.problems)
-    written = form.dialect.of(whole)
+    written = form.dialect.convert(whole)
     text = template.write(written, generation=generation)
     known = whole[:-1] if sampled else whole
     faults = [*_missing(known, text, form.forgotten), *_unread(template, written, text, generation)]
     if faults:
         raise _error(faults)
-    return Shown(written, text)
+    return Rendered(written, text)
 
 
 def _error(problems: Sequence[str]) -> ValueError:
@@ -111,8 +111,8 @@ class _Dialect:
     aliases: bool = False  # roles by the names that most templates know
     calls: str = CALLS[0]  # the field of calls
 
-    def of(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Convert messages to this form."""
+    def convert(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Convert messages to the form of this dialect."""
         return [self._one(message) for message in messages]
 
     def _one(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def _judged(
 ) -> tuple[list[str], list[tuple[int, str]]]:
     """Render a marked conversation in a dialect; returns the template's faults, and the fields of earlier turns that it
     may leave out, each (message, field)."""
-    text = template.write_marks(dialect.of(marked), generation=generation).casefold()
+    text = template.write_marks(dialect.convert(marked), generation=generation).casefold()
     problems: list[str] = []
     if dialect.in_parts and "{'type'" in text:
         problems.append("writes lists of parts as Python does")
@@ -292,7 +292,7 @@ def _shows_tools(template: Template, dialect: _Dialect) -> bool:
     said = [{"role": role, "content": "x"} for role in ("system", "user")]
     for messages in (said, said[1:]):
         with contextlib.suppress(Exception):  # the template may refuse a role
-            if _has_tool(template.write_marks(dialect.of(messages), generation=True).casefold()):
+            if _has_tool(template.write_marks(dialect.convert(messages), generation=True).casefold()):
                 return True
     return False
 
@@ -322,7 +322,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _is_no_json(text: str, arguments: Any) -> bool:
-    """Whether a text holds marked arguments in a form other than plain JSON: as Python writes them, or as JSON within
+    """Whether a text holds marked arguments in a form other than plain JSON: as Python writes them, or as JSON in
     JSON."""
     return isinstance(arguments, dict) and any(f"'{key}'" in text or f'\\"{key}' in text for key in arguments)
 
@@ -340,7 +340,7 @@ def _forgets(
         return False
     with_call = {**message, "content": "", "tool_calls": [_marked_call("fppocall", None, "dict")]}
     ends = [turns, *([[*turns[:-1], with_call]] if field == "reasoning" else [])]  # some show only those of a call
-    return any(template.write_marks(dialect.of(end), generation=False).casefold().count(mark) == 1 for end in ends)
+    return any(template.write_marks(dialect.convert(end), generation=False).casefold().count(mark) == 1 for end in ends)
 
 
 def _missing(messages: Sequence[Mapping[str, Any]], text: str, forgotten: frozenset[tuple[int, str]]) -> Iterator[str]:
@@ -348,13 +348,13 @@ def _missing(messages: Sequence[Mapping[str, Any]], text: str, forgotten: frozen
     decides by the words of a text."""
     words, last = _Words(text), len(messages) - 1
     for number, message in enumerate(messages):
-        for field, said in _said(message, earlier=number < last):
+        for field, said in _texts_by_field(message, earlier=number < last):
             if (number, field) not in forgotten and not words.hold(said):
                 yield f"does not show all of the {field} of message {number}, of the role {message['role']!r}"
                 break
 
 
-def _said(message: Mapping[str, Any], *, earlier: bool) -> Iterator[tuple[str, str]]:
+def _texts_by_field(message: Mapping[str, Any], *, earlier: bool) -> Iterator[tuple[str, str]]:
     """The texts of a message by their fields, without the thoughts in an assistant's earlier content."""
     content = message["content"]
     texts = [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
@@ -373,19 +373,19 @@ class _Words:
     def __init__(self, text: str) -> None:
         self._text, self._folded, self._words = text, text.casefold(), frozenset[str]()
 
-    def hold(self, said: str) -> bool:
-        """Whether the text contains `said`: as it is, or all of its words, since templates trim, escape and change
-        texts."""
-        if said.strip() in self._text:
+    def hold(self, field_text: str) -> bool:
+        """Whether the text contains `field_text`: as it is, or all of its words, since templates trim, escape and
+        change texts."""
+        if field_text.strip() in self._text:
             return True
         if not self._words:
             self._words = frozenset(_WORD.findall(self._folded))
-        left = {*_WORD.findall(_TAGS.sub(" ", said.casefold()))} - self._words
+        left = {*_WORD.findall(_TAGS.sub(" ", field_text.casefold()))} - self._words
         return all(word in self._folded for word in left)
 
 
 def _unread(template: Template, written: Sequence[dict[str, Any]], text: str, generation: bool) -> Iterator[str]:
-    """Name the fields of messages whose removal does not change the text."""
+    """Name the fields of the messages `written` whose removal does not change their rendered `text`."""
     for number, message in enumerate(written):
         known = {*_KNOWN, *REASONING, *CALLS, *(["name"] if message["role"] in _TOOLS else [])}
         for field in [name for name in message if name not in known]:
