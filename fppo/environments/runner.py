@@ -113,7 +113,7 @@ class _OpenCalls:
         self._open: dict[int, PlayerCall] = {}
 
     def reset(self, number: int, row: Mapping[str, Any], seed: int) -> None:
-        """Implement `PlayerCalls.reset`."""
+        """Ask for a player's first step by its row of the dataset, unless the runner's `begun` has one."""
         begun = self._begun(row)
         if begun is None:
             self._put(number, PlayerCall(row=dict(row), seed=seed))
@@ -121,11 +121,11 @@ class _OpenCalls:
             self._ready.append((number, begun))
 
     def step(self, number: int, state: Any, reply: Reply) -> None:
-        """Implement `PlayerCalls.step`."""
+        """Ask for a step of a player from the state that its last call returned."""
         self._put(number, PlayerCall(state=state, reply=reply))
 
     def taken(self, *, wait: bool) -> list[tuple[int, PlayedStep]]:
-        """Implement `PlayerCalls.taken`: take the results that are ready. Raises ValueError for invalid results."""
+        """Take the results that are ready. Raises ValueError for invalid results."""
         ready, self._ready = self._ready, []
         outcomes = self._calls.taken(wait=wait and not ready)
         return [*ready, *((number, self._result(outcome, self._open.pop(number))) for number, outcome in outcomes)]

@@ -42,7 +42,7 @@ class ThisMachine:
         pass
 
     def ranks(self, spec: RankSpec | None = None) -> Processes:
-        """Implement `Cluster.ranks`. Also raises ValueError if too few GPUs are left."""
+        """Ranks of this machine, not started yet. Raises ValueError if too few GPUs are left."""
         spec, own = spec or RankSpec(), list[tuple[int, ...]]()
         if spec.gpus:
             self._gpus = self._gpus or Gpus(torch.cuda.device_count())

@@ -70,7 +70,7 @@ class RayCluster:
             self._ray.shutdown()
 
     def ranks(self, spec: RankSpec | None = None) -> RayRanks:
-        """Implement `Cluster.ranks`: ranks with a CPU each, placed near each other."""
+        """Ranks with a CPU each, placed near each other, not started yet."""
         return RayRanks(self._ray, self._sent, spec or RankSpec(), fixed=self._fixed, make_rank=self._make_rank)
 
 
@@ -147,7 +147,7 @@ class RayRanks:
         return [f"process {places[i][3]} on node {places[i][0]} {places[i][1][:8]}" for i in order]
 
     def send(self, request: RankRequest, large: Sequence[Tensor]) -> list[Future[RankReply]]:
-        """Implement `Ranks.send`."""
+        """Send a call to every actor, after earlier calls; Ray names the task by the request's label."""
         shared = self._ray.put(request) if self.count > 1 else request
         columns = self._sent.refs(large) or []
         if request.streams:
@@ -191,7 +191,7 @@ class RayRanks:
         return RankLost(_line(error)) if isinstance(error, self._ray.exceptions.RayError) else error
 
     def stop(self) -> None:
-        """Implement `Ranks.stop`."""
+        """Kill all actors, whatever they are doing."""
         from ray.util.placement_group import remove_placement_group
 
         for actor in self._actors:

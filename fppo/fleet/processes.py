@@ -78,7 +78,7 @@ class Processes:
         return [f"process {child.process.pid}" for child in self._children]
 
     def send(self, request: RankRequest, large: Sequence[Tensor]) -> list[Future[RankReply]]:
-        """Implement `Ranks.send`."""
+        """Send a call to every process, after earlier calls, with `large` in shared memory where that has room."""
         places = self._sent.refs(large)
         if places is None or len({place.memory for place in places}) > MOST:
             arrays = [array_of(x) for x in large]
@@ -87,7 +87,7 @@ class Processes:
         return [child.ask(parcel) for child in self._children]
 
     def stop(self) -> None:
-        """Implement `Ranks.stop`."""
+        """Kill all processes, whatever they are doing."""
         for child in self._children:
             child.process.kill()
         for child in self._children:

@@ -91,7 +91,7 @@ def say_rates(before: TrainSettings | None, settings: TrainSettings, run: RunSta
     `before`. A schedule that ends with the run has higher rates in a longer run."""
     if before is None:
         return
-    then = dict(_schedules(before, supervised=supervised))
+    then, prefix = dict(_schedules(before, supervised=supervised)), "supervised" if supervised else None
     for role, (section, updates, each) in _schedules(settings, supervised=supervised):
         state = run.actor if role == "actor" else run.critic
         if state is None or role not in then:
@@ -100,8 +100,8 @@ def say_rates(before: TrainSettings | None, settings: TrainSettings, run: RunSta
         new = _rate(state, section, updates, each, run.step, settings.steps)
         if not math.isclose(old, new, rel_tol=1e-6):
             print(
-                f"going on from step {run.step} with another learning rate: {role}/lr is {new:.4g}, and was to be "
-                f"{old:.4g}: {_course(section, settings.steps)}, before {_course(then[role][0], before.steps)}",
+                f"going on from step {run.step} with another learning rate: {prefix or role}/lr is {new:.4g}, and was "
+                f"to be {old:.4g}: {_course(section, settings.steps)}, before {_course(then[role][0], before.steps)}",
                 file=sys.stderr,
             )
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -20,7 +19,7 @@ from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.models.model import Model
 from fppo.runtime import fsdp
-from fppo.runtime.mesh import DATA_AXES, Mesh, all_reduce, data_metrics, gradient_sum, place_on, ranks_on
+from fppo.runtime.mesh import DATA_AXES, Mesh, data_metrics, gradient_sum, place_on, ranks_on
 from fppo.runtime.schedule import MakeSchedule, one_f_one_b
 from fppo.shapes import Tokens
 from fppo.steps import memory
@@ -265,7 +264,8 @@ def update(
         objective = attrs.evolve(objective, first=None)
         history.append(metrics.merge(report, {f"{prefix}/{name}": m for name, m in stepped.items()}))
     if loop.micro_batching.halve_on_oom:
-        state = tree.replace(state, token_budget=memory.agreed(fitted, batch.tokens.device, mesh))
+        assert fitted.token_budget is not None
+        state = tree.replace(state, token_budget=memory.agreed(fitted.token_budget, batch.tokens.device, mesh))
     return state, metrics.merge(*history)
 
 
@@ -289,9 +289,8 @@ def _smaller(
     mesh, budget = passes.forward.mesh, micro_batching.token_budget
     if errors:
         budget = memory.halved(mini.masks, mini.micro_batches, passes.prefix, errors[0])
-    if mesh.sharded:
-        least = torch.tensor(budget, device=mini.weights.device)
-        budget = int(all_reduce(least, mesh["shard"], dist.ReduceOp.MIN))
+    assert budget is not None
+    budget = memory.agreed(budget, mini.weights.device, mesh, ("shard",) if mesh.sharded else ())
     if budget == micro_batching.token_budget:
         return None
     micro_batching = attrs.evolve(micro_batching, token_budget=budget)

@@ -19,7 +19,7 @@ from fppo.runtime.mesh import Mesh, all_reduce
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.outputs import Forward
 from fppo.steps.packed import Masks, MicroBatch, blank_masks, indexed
-from fppo.steps.ranks import blank
+from fppo.steps.ranks import blank, largest
 from fppo_kernels.collectives import Calls
 
 R = TypeVar("R")
@@ -73,10 +73,10 @@ def remembered(micro_batching: MicroBatching, budget: int | None, mesh: Mesh) ->
     )
 
 
-def agreed(fitted: MicroBatching, device: torch.device, mesh: Mesh) -> int:
-    """The token budget with which the passes of an update fitted on every rank."""
-    least = torch.tensor(fitted.token_budget, device=device)
-    for name in _APART:
+def agreed(budget: int, device: torch.device, mesh: Mesh, axes: Sequence[str] = _APART) -> int:
+    """The least token budget of the ranks of these axes."""
+    least = torch.tensor(budget, device=device)
+    for name in axes:
         least = all_reduce(least, mesh[name], dist.ReduceOp.MIN)
     return int(least)
 
@@ -171,7 +171,7 @@ def in_rounds(
     results: dict[int, R] = {}
     todo: Iterable[_SomeRows | None] = _as_parts(micro_batches)
     nothing: MicroBatch | None = None
-    device: torch.device | None = None
+    device = torch.device("cpu")
     budget = 0
     while True:
         left: list[_SomeRows] = []
@@ -201,16 +201,9 @@ def in_rounds(
                 budget = max(part.tokens() // 2, 1)
                 left.append(part)
         todo = [piece for part in left for piece in part.cut(budget)]
-        todo += [None] * (most(len(todo), forward.mesh, device) - len(todo))
+        todo += [None] * (largest([len(todo)], forward.mesh, device)[0] - len(todo))
         if not todo:
             return [results[place] for place in sorted(results)]
-
-
-def most(count: int, mesh: Mesh, device: torch.device | None) -> int:
-    """The largest count of the ranks that gather parameters together."""
-    if not mesh.sharded:
-        return count
-    return int(all_reduce(torch.tensor(count, device=device), mesh["shard"], dist.ReduceOp.MAX))
 
 
 def counted(forward: Forward, calls: Calls) -> Forward:

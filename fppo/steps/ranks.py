@@ -116,17 +116,22 @@ def mini_batches(row_ids: RowIds, size: int, *, key: Key | None = None, groups: 
 
 def rounds(counts: Sequence[int], mesh: Mesh, device: torch.device) -> list[int]:
     """The number of micro-batches, at least one, that this rank runs for each mini-batch, blank ones included; `counts`
-    are the numbers of its own micro-batches.
+    are the numbers of its own micro-batches."""
+    return [max(count, 1) for count in largest(counts, mesh, device)]
 
-    Ranks that share parameters run equally many, since every pass gathers parameters or exchanges tokens.
+
+def largest(counts: Sequence[int], mesh: Mesh, device: torch.device) -> list[int]:
+    """The largest of each of the counts among the ranks that share parameters.
+
+    They run equally many passes, since every pass gathers parameters or exchanges tokens.
     """
     axes = [mesh[name] for name, together in (("shard", mesh.sharded), ("expert", True)) if together]
     if not (counts and any(axis.size > 1 for axis in axes)):
-        return [max(count, 1) for count in counts]
+        return list(counts)
     agreed = torch.tensor(counts, device=device)
     for axis in axes:
         agreed = all_reduce(agreed, axis, dist.ReduceOp.MAX)
-    return agreed.clamp(min=1).tolist()
+    return agreed.tolist()
 
 
 def blank(record: R) -> R:

@@ -168,8 +168,8 @@ def test_a_longer_run_says_that_its_learning_rate_rises(task, tmp_path, capsys, 
     capsys.readouterr()
     assert actions.sft(settings_of(task, tmp_path, sft__epochs=2, **how)) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "learning rate" in line]
-    text = f"actor/lr is {rate}, and was to be 0: linear from 0.003 to 0 at step 4, before linear from 0.003 to 0 at"
-    assert said == [f"going on from step 2 with another learning rate: {text} step 2"]
+    text = f"supervised/lr is {rate}, and was to be 0: linear from 0.003 to 0 at step 4, before linear from 0.003 to 0"
+    assert said == [f"going on from step 2 with another learning rate: {text} at step 2"]
     assert [x for x in _lines(tmp_path) if "supervised/lr" in x][-2]["supervised/lr"] == pytest.approx(rate)
 
 

@@ -99,8 +99,7 @@ class RemoteHost:
         return self._ask("end_load")
 
     def generate(self, request: HostBatch, on_answer: Callable[[int, Answer], None]) -> None:
-        """Implement `Host.generate`. Answers come from vLLM's rank as rows end; if that rank dies, those
-        that came before stay."""
+        """Generate a batch. Answers come from vLLM's rank as rows end; they stay if it dies later."""
 
         def on_rows(rows: Sequence[tuple[int, Answer]]) -> None:
             for row, answer in rows:
