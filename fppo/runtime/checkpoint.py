@@ -151,8 +151,10 @@ def begin_save(
         number = parts.files if share.tensors else None
     mine = on_host(share.written(mesh), copy=True)
     job = _Job(attempt, number, mine, share.cuts, contents, places, count, keep)
-    # a daemon: a process that fails elsewhere ends at once, and leaves a draft
-    threading.Thread(target=job.run, args=(result,), name=f"checkpoint of step {step}", daemon=True).start()
+    try:  # a daemon: a process that fails elsewhere ends at once, and leaves a draft
+        threading.Thread(target=job.run, args=(result,), name=f"checkpoint of step {step}", daemon=True).start()
+    except RuntimeError:  # there is no memory, or no process number, for another thread
+        job.run(result)
     return Pending(result)
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -30,6 +31,17 @@ def _state(seed=0):
 def test_round_trip_is_bit_for_bit(tmp_path):
     checkpoint.begin_save(_state(), tmp_path, 7).wait()
     assert checkpoint.steps(tmp_path) == [7]
+    assert tree.digest(checkpoint.load(_state(1), tmp_path, 7)) == tree.digest(_state())
+
+
+def test_nothing_is_lost_where_no_thread_can_be_started(tmp_path):
+    """As where there is no memory for its stack, or a limit on processes."""
+    before = threading.stack_size(2**47 - 4096)  # no address space has room for it
+    try:
+        pending = checkpoint.begin_save(_state(), tmp_path, 7)
+    finally:
+        threading.stack_size(before)
+    pending.wait()
     assert tree.digest(checkpoint.load(_state(1), tmp_path, 7)) == tree.digest(_state())
 
 
