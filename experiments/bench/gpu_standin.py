@@ -169,7 +169,6 @@ def standing_in() -> Iterator[None]:
         setattr(module, each.__name__, each)
     with (
         mock.patch.dict(sys.modules, modules),
-        mock.patch(f"{ENGINE}.check_installed", return_value="0"),
         mock.patch(f"{ENGINE}.start_host", StandIn),
         mock.patch(f"{ENGINE}.transfer_info", _info),
     ):
