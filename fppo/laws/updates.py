@@ -291,7 +291,7 @@ def _actor_update(
     name = f"UpdateActor with {fn_name(loss_fn.loss_fn if isinstance(loss_fn, SelectiveLoss) else loss_fn)}"
     if terms is not None:
         return partial(UpdateActor, loss_fn=loss_fn, terms=terms), name
-    every = PolicyTerms(temperature=0.9, entropy_coef=0.01, kl_coef=0.1, nll_coef=0.2)
+    every = PolicyTerms(temperature=0.9, entropy_coef=0.01, top_entropy_share=0.7, kl_coef=0.1, nll_coef=0.2)
 
     def make(*, forward: Forward, loop: Loop, optimizer: Optimizer) -> Callable[..., Any]:
         routers = forward.model.routers

@@ -15,7 +15,7 @@ from fppo.losses.correction import (
 )
 from fppo.losses.kl import KL_KINDS, REWARD_KINDS, KLState, kl_estimate, kl_term, sequence_kl, update_kl
 from fppo.losses.policy import cispo, dppo_kl, dppo_tv, dro, gmpo, gpg, gspo, ppo_clip, sapo, vespo
-from fppo.losses.selection import clip_cov, kl_cov, select_clip_cov, select_kl_cov
+from fppo.losses.selection import clip_cov, kl_cov, select_clip_cov, select_entropy, select_kl_cov
 from fppo.losses.value import (
     ValueHead,
     binned_values,
@@ -79,6 +79,7 @@ __all__ = [
     "rollout_correction",
     "sapo",
     "select_clip_cov",
+    "select_entropy",
     "select_kl_cov",
     "sequence_kl",
     "two_hot",

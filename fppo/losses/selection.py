@@ -88,10 +88,23 @@ def select_kl_cov(
     return _smallest(mask, (noise.double(), -cov), _quota(mask, ratio))
 
 
-def _check_share(ratio: Scalar) -> None:
-    positive("ratio", ratio)
+def select_entropy(entropy: Tokens, mask: Mask, *, noise: Tokens, share: Scalar) -> Mask:
+    """The max(1, share * tokens) of highest `entropy`, bool [B, T], to which Wang et al. (2025, arXiv:2506.01939,
+    equation 5) bound the policy loss: the tokens at which a response may fork.
+
+    All tensors cover the whole mini-batch. `noise` [B, T] decides between entropies that are equal when rounded to
+    1/1024 nat: those after equal prefixes, as of the first tokens of all responses to a prompt, differ by rounding.
+    """
+    _check_share(share, "share")
+    check_tokens(mask, entropy=entropy, noise=noise)
+    (seen,) = clean(mask, entropy.detach().double())
+    return _smallest(mask, (noise.double(), -(seen * 1024).round()), _quota(mask, share))
+
+
+def _check_share(ratio: Scalar, name: str = "ratio") -> None:
+    positive(name, ratio)
     if not isinstance(ratio, Tensor) and ratio > 1:
-        raise ValueError(f"ratio must be at most 1, got {ratio}")
+        raise ValueError(f"{name} must be at most 1, got {ratio}")
 
 
 def _check_selected(selected: Tensor, mask: Tensor) -> None:

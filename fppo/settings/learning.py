@@ -202,6 +202,8 @@ class ActorSettings(UpdateSettings):
     """The policy loss."""
     entropy_coef: float = setting(0.0)
     """The factor of the entropy bonus."""
+    top_entropy_share: float = setting(1.0, above(0), at_most(1))
+    """The share of a mini-batch's tokens, those of highest entropy, that the policy loss is of; 1: all."""
     kl_coef: float = setting(0.0, at_least(0))
     """The factor of a KL term in the loss; 0: none, and no reference model for it."""
     kl_kind: KlKind = setting("k3")

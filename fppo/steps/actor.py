@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import attrs
@@ -52,10 +53,12 @@ class PolicyTerms:
     bonus; `kl_coef` and `kl_kind` (`losses.kl_term`) the KL term to the reference; `nll_coef` the negative
     log-likelihood of responses with a positive outcome (`losses.positive_weights`). `balance_coef` weighs the loss for
     equal loads of experts, `router_z_coef` the loss for small router logits (`experts.RouterLosses`).
+    `top_entropy_share` is the share of a mini-batch's tokens that have a policy loss (`losses.select_entropy`).
     """
 
     temperature: float = 1.0
     entropy_coef: float = 0.0
+    top_entropy_share: float = 1.0
     kl_coef: float = 0.0
     kl_kind: str = "k3"
     nll_coef: float = 0.0
@@ -68,10 +71,11 @@ PLAIN = PolicyTerms()
 
 @state
 class PreparedRows(Experience):
-    """Rows with what the objective computed from the whole mini-batch: the tokens of a selective loss (`selected`), and
-    the weights of the negative log-likelihood (`positive`)."""
+    """Rows with what the objective computed from the whole mini-batch: the tokens of a selective loss (`selected`), the
+    tokens that have a policy loss (`learned`), and the weights of the negative log-likelihood (`positive`)."""
 
     selected: Tensor | None = None  # [B, T] bool: the tokens of a `SelectiveLoss`
+    learned: Tensor | None = None  # [B, T] bool: those of highest entropy; None: all
     positive: Tensor | None = None  # [B, T]: the weights of the negative log-likelihood
 
 
@@ -87,8 +91,8 @@ class PolicyObjective:
         """Compute the objective, 0-d, and metrics for some rows of a mini-batch, from a pass over them and their
         weights [b, T].
 
-        For `PreparedRows`, a selective loss gets the tokens `selected`, and `positive` weighs the negative
-        log-likelihood.
+        For `PreparedRows`, a selective loss gets the tokens `selected`, tokens that are not `learned` have no policy
+        loss, and `positive` weighs the negative log-likelihood.
         """
         assert out.log_probs is not None
         assert out.entropy is not None
@@ -103,6 +107,8 @@ class PolicyObjective:
         if policy.shape != mask.shape:
             text = f"the policy loss is {list(policy.shape)}, expected [B, T] = {list(mask.shape)}: sum nothing"
             raise ValueError(text)
+        if isinstance(rows, PreparedRows) and rows.learned is not None:
+            policy = policy.where(rows.learned, 0.0)
         if rows.correction_weights is not None:
             policy = policy * rows.correction_weights.where(mask, 0.0)
         summed = {"actor/pg_loss": policy}
@@ -132,8 +138,8 @@ class UpdateActor:
     reference)), with weights [B, T] from `losses.loss_weights` over the whole mini-batch, plus nll_coef * the mean of
     -log-prob over tokens of responses with a positive outcome (VAPO, arXiv:2504.05118). The KL term has its tokens'
     importance weights, and those of the rows' correction (`losses.kl_term`). Tokens outside the batch's `entropy_mask`
-    have no entropy bonus; that of the others is not raised in return. `loss_fn(log_probs, old_log_probs, advantages,
-    mask)` is a policy loss with its scalars bound.
+    have no entropy bonus, and those outside the `top_entropy_share` no policy loss; that of the others is not raised in
+    return. `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss with its scalars bound.
 
     `old_log_probs` is the source of the old log-probs. "pass": those of a pass before the update. "engine": the
     engine's; `rollout_gap` is then reported for the first mini-batch, whose pass runs the policy before the update.
@@ -178,7 +184,8 @@ class UpdateActor:
 
     def objective(self) -> Objective:
         """The objective that this stage's updates minimise."""
-        terms, prepares = self.terms, self.terms.nll_coef != 0 or isinstance(self.loss_fn, SelectiveLoss)
+        terms = self.terms
+        prepares = terms.nll_coef != 0 or terms.top_entropy_share < 1 or isinstance(self.loss_fn, SelectiveLoss)
         return Objective(
             loss=PolicyObjective(loss_fn=self.loss_fn, terms=terms, old_log_probs=self.old_log_probs),
             outputs=("log_probs", "entropy", *(("loads",) if reports_loads(self.forward.model) else ())),
@@ -207,18 +214,26 @@ class UpdateActor:
             raise ValueError(f"kl_coef={terms.kl_coef} needs ref_log_probs in the batch: give a reference policy")
 
     def _prepared(self, params: Params, mini: MiniBatch, *, forward: Forward) -> PreparedRows:
-        """This rank's rows, with the tokens that a loss selects and the weights of the negative log-likelihood."""
-        rows, selected, positive = mini.rows, None, None
+        """This rank's rows, with the tokens that a loss selects, those that are learned from, and the weights of the
+        negative log-likelihood."""
+        rows, selected, learned, positive = mini.rows, None, None, None
+        noise = partial(mini.key.uniform, rows.row_ids, rows.response_mask.shape[1])
+        read = partial(_read, params, mini, forward=forward, temperature=self.terms.temperature)
         if self.terms.nll_coef:
             positive = losses.positive_weights(rows.outcome, rows.response_mask)
+        if self.terms.top_entropy_share < 1:
+            share = self.terms.top_entropy_share
+            learned = losses.select_entropy(read("entropy"), rows.response_mask, noise=noise(), share=share)
         if isinstance(self.loss_fn, SelectiveLoss):
-            log_probs = _log_probs(params, mini, forward=forward, temperature=self.terms.temperature)
-            noise = mini.key.uniform(rows.row_ids, rows.response_mask.shape[1])
+            log_probs = read("log_probs")
             old = log_probs if self.old_log_probs == "update" else rows.old_log_probs
             columns = (log_probs, old, rows.advantages, rows.response_mask)
-            selected = self.loss_fn.select_fn(*columns, noise=noise)
-        own = [x if x is None or len(mini.shares) == 1 else x[_own_rows(mini, forward)] for x in (selected, positive)]
-        return extend(PreparedRows, mini.own, selected=own[0], positive=own[1])
+            selected = self.loss_fn.select_fn(*columns, noise=noise())
+        columns = {"selected": selected, "learned": learned, "positive": positive}
+        if len(mini.shares) > 1:
+            own = _own_rows(mini, forward)
+            columns = {name: None if x is None else x[own] for name, x in columns.items()}
+        return extend(PreparedRows, mini.own, **columns)
 
 
 def _own_rows(mini: MiniBatch, forward: Forward) -> list[int]:
@@ -226,22 +241,21 @@ def _own_rows(mini: MiniBatch, forward: Forward) -> list[int]:
     return mini.shares[place_on(forward.mesh, DATA_AXES)]
 
 
-def _log_probs(params: Params, mini: MiniBatch, *, forward: Forward, temperature: float) -> Tokens:
-    """Log-probs [B, T] of all rows of a mini-batch, from passes over this rank's micro-batches without gradients."""
+def _read(params: Params, mini: MiniBatch, name: str, *, forward: Forward, temperature: float) -> Tokens:
+    """The output of this name [B, T] for all rows of a mini-batch, from passes over this rank's micro-batches without
+    gradients."""
 
     def run(params: Params, micro: MicroBatch, *, forward: Forward, received: Tensor | None) -> Tensor:
         given = {"temperature": temperature, "indices": micro.indices, "received": received}
-        new = forward_micro_batch(params, micro.rows, forward=forward, **given).log_probs
-        assert new is not None
-        return new
+        return getattr(forward_micro_batch(params, micro.rows, forward=forward, outputs=(name,), **given), name)
 
     every = [micro for micro, _ in micro_batches(mini, forward)]
     with torch.no_grad():
         results = run_passes(run, params, every, forward=forward, shape=lambda rows: rows.response_mask.shape)
-    log_probs = torch.zeros_like(mini.own.old_log_probs)
+    found = torch.zeros_like(mini.own.old_log_probs)
     for numbers, new in zip(mini.micro_batches, results, strict=False):
-        log_probs = log_probs.index_copy(0, sent(torch.tensor(numbers), log_probs.device), new.to(log_probs))
-    return collect(log_probs, mini.shares, forward.mesh)
+        found = found.index_copy(0, sent(torch.tensor(numbers), found.device), new.to(found))
+    return collect(found, mini.shares, forward.mesh)
 
 
 def _gap_of(out: TokenOutputs, rows: Experience) -> Metrics:

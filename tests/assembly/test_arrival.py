@@ -120,6 +120,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "actor__loss__clip_low": 0.125,
             "actor__entropy_coef": 0.01,
+            "actor__top_entropy_share": 0.75,
             "actor__kl_coef": 0.2,
             "actor__kl_kind": "k2",
             "actor__positive_nll_coef": 0.3,
@@ -146,6 +147,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             {
                 "loss_fn.clip_low": 0.125,
                 "terms.entropy_coef": 0.01,
+                "terms.top_entropy_share": 0.75,
                 "terms.kl_coef": 0.2,
                 "terms.kl_kind": "k2",
                 "terms.nll_coef": 0.3,

@@ -37,6 +37,28 @@ def test_kl_cov_choice_is_the_loop_s(batch, seed, ratio):
     assert torch.equal(found, references.losses.select_kl_cov(*batch, noise=noise, ratio=ratio))
 
 
+@given(batches(), st.integers(0, 999), st.sampled_from([0.0002, 0.3, 1.0]))
+def test_the_tokens_of_highest_entropy_are_the_loop_s(batch, seed, share):
+    """Whatever the rounding of entropies: those after equal prefixes are equal but for it."""
+    noise, mask = uniform(batch.mask, seed), batch.mask
+    entropy = (uniform(mask, seed + 1) * 2).round()  # many are equal
+    count = max(1, int(share * int(mask.sum())))
+    order = sorted(mask.nonzero().tolist(), key=lambda place: (-entropy[*place], noise[*place]))
+    expected = torch.zeros_like(mask)
+    for place in order[:count]:
+        expected[*place] = True
+    rounding = 1e-6 * (uniform(mask, seed + 2) - 0.5)
+    found = losses.select_entropy(spoil(entropy + rounding, mask), mask, noise=spoil(noise, mask), share=share)
+    assert torch.equal(found, expected)
+
+
+def test_a_share_of_entropies_is_above_0_and_at_most_1():
+    x, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    for share in (0.0, 1.5):
+        with pytest.raises(ValueError, match="share"):
+            losses.select_entropy(x, mask, noise=x, share=share)
+
+
 SELECTIONS = [
     partial(losses.select_clip_cov, ratio=0.3, low=-9.0, high=9.0),
     partial(losses.select_kl_cov, ratio=0.3),

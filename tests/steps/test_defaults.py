@@ -61,6 +61,7 @@ FIELDS = {
     PolicyTerms: {
         "temperature": 1.0,
         "entropy_coef": 0.0,
+        "top_entropy_share": 1.0,
         "kl_coef": 0.0,
         "kl_kind": "k3",
         "nll_coef": 0.0,

@@ -194,12 +194,13 @@ def check(found: tuple, run: Written, state: Any, before: dict, donate: bool) ->
 
 
 def objective(
-    part: Experience, out: Any, loss_fn: Any, terms: PolicyTerms, selected: Tensor | None, mode: str
+    part: Experience, out: Any, loss_fn: Any, terms: PolicyTerms, selected: Tensor | None, learned: Tensor, mode: str
 ) -> tuple:
     """The actor's objective of a mini-batch, term by term, with its metrics."""
     mask, weights = part.response_mask, weights_of(part.response_mask, mode)
     given_ = (out.log_probs, part.old_log_probs, part.advantages, mask)
     policy, report = loss_fn(*given_) if selected is None else COV.loss_fn(*given_, selected=selected)
+    policy = policy * learned
     correction = 1.0 if part.correction_weights is None else part.correction_weights
     entropy = out.entropy if part.entropy_mask is None else out.entropy * part.entropy_mask
     sums = {"pg_loss": (weights * policy * correction).sum()}
@@ -219,10 +220,20 @@ def objective(
     }
 
 
+def of_highest_entropy(entropy: Tensor, mask: Tensor, noise: Tensor, share: float) -> Tensor:
+    """The tokens that have a policy loss: so many of the highest entropy, and of equal ones those of least noise."""
+    order = sorted(mask.nonzero().tolist(), key=lambda at: (-round(float(entropy[*at]) * 1024), float(noise[*at])))
+    kept = torch.zeros_like(mask)
+    for at in order[: max(1, int(share * len(order)))]:
+        kept[*at] = True
+    return kept
+
+
 TERMS = st.builds(
     PolicyTerms,
     temperature=st.sampled_from([1.3, 0.7]),
     entropy_coef=st.sampled_from([0.3, 0.0]),
+    top_entropy_share=st.sampled_from([1.0, 0.4]),
     kl_coef=st.sampled_from([0.7, 0.0]),
     kl_kind=st.sampled_from(["k3", "k2", "abs"]),
     nll_coef=st.sampled_from([0.4, 0.0]),
@@ -242,12 +253,13 @@ def test_the_actors_update_is_the_one_written_out(how, terms, name, source):
             leaves = {key: x.clone().requires_grad_() for key, x in run.params.items()}
             wanted = ("log_probs", "entropy")
             out = forward_micro_batch(leaves, part, forward=padded, outputs=wanted, temperature=terms.temperature)
-            selected = None
+            selected, place = None, Key(how.key or 0).fold("select", epoch, number)
+            noise = place.uniform(part.row_ids, part.response_mask.shape[1])
+            learned = of_highest_entropy(out.entropy.detach(), part.response_mask, noise, terms.top_entropy_share)
             if name == "clip_cov":
-                noise = Key(how.key).fold("select", epoch, number).uniform(part.row_ids, part.response_mask.shape[1])
                 new = out.log_probs.detach()
                 selected = COV.select_fn(new, part.old_log_probs, part.advantages, part.response_mask, noise=noise)
-            loss, report = objective(part, out, LOSSES[name], terms, selected, how.mode)
+            loss, report = objective(part, out, LOSSES[name], terms, selected, learned, how.mode)
             if source == "engine" and not run.reports:
                 report |= rollout_gap(out.log_probs, part.rollout_log_probs, part.response_mask)
             run.step(loss, leaves, report, "actor")

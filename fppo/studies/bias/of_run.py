@@ -19,12 +19,14 @@ MOST = 4  # rows of a group: with two prompts, all batches are listed in a secon
 
 def run_bias(of: TrainSettings, sizes: WorldSizes) -> RunBias:
     """Read the math of a run's step from its settings, for worlds with groups of at most four rows. Raises UsageError
-    for a loss that selects tokens by noise, since its batches cannot be enumerated."""
+    for a loss of selected tokens: of noise, whose batches cannot be enumerated, or of a policy's entropy."""
     loss_fn, estimator = policy_loss(of.actor.loss), advantage_of(of.algorithm, Kernels.named())
     correct = loss_correction(of.algorithm.correction, of.actor.loss)
     if isinstance(loss_fn, SelectiveLoss):
         name = name_of(loss_fn.loss_fn)
         raise UsageError(f"actor.loss.name = {of.actor.loss.name!r}: {name} selects tokens by noise; give another loss")
+    if (share := of.actor.top_entropy_share) < 1:
+        raise UsageError(f"actor.top_entropy_share = {share}: it selects tokens by a policy's entropy; leave it out")
     estimator = estimator({SCORE: 1.0})
     needed, _ = columns_of(estimator.fn) if isinstance(estimator, OfRows) else ([], [])
     kl = None
