@@ -48,7 +48,9 @@ def status_of(error: Exception, name: str, *, show: bool) -> int:
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Whether there was no memory for a tensor."""
+    """Whether there was no memory for a tensor, and the error does not say itself what would help."""
+    if isinstance(error, RunFailed):
+        return False
     memory = sys.modules.get("fppo.steps.memory")  # if nothing has imported torch, no tensor was made
     return memory is not None and memory.out_of_memory(error)
 

@@ -18,6 +18,7 @@ from fppo.runtime.failure import Limits, Monitor
 from fppo.runtime.stores import listening
 from fppo.runtime.watch import Watch
 from fppo.settings import files
+from fppo.steps import memory
 from tests import tiny_run
 
 ESCAPE = "\x1b]0;gone\x07\x1b[2J"
@@ -242,3 +243,12 @@ def test_a_rank_that_gives_way_to_another_ranks_error_ends_quietly(capsys):
     with pytest.raises(SystemExit, match="1"):
         ends.status_of_exit(left.value, "train", show=False)
     assert capsys.readouterr().err == ""
+
+
+def test_what_helps_where_memory_lacks_is_said_once(capsys):
+    """A budget that found its size has said so itself, and quotes the device's message."""
+    found = "not enough memory: you tried to allocate 8 bytes"
+    assert ends.status_of(ValueError(found), "train", show=False) == 2
+    assert capsys.readouterr().err.count('token_budget = "auto"') == 1
+    assert ends.status_of(memory.alone("actor", 66, found), "train", show=False) == 1
+    assert 'token_budget = "auto"' not in capsys.readouterr().err
