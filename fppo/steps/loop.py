@@ -287,9 +287,9 @@ def _smaller(
     if not micro_batching.halve_on_oom:
         return None
     mesh, budget = passes.forward.mesh, micro_batching.token_budget
-    if errors:
-        budget = memory.halved(mini.masks, mini.micro_batches, passes.prefix, errors[0])
     assert budget is not None
+    if errors:
+        budget = memory.halved(budget, mini.masks, mini.micro_batches, passes.prefix, errors[0])
     budget = memory.agreed(budget, mini.weights.device, mesh, ("shard",) if mesh.sharded else ())
     if budget == micro_batching.token_budget:
         return None

@@ -99,14 +99,16 @@ def tokens_of(masks: Masks) -> int:
     return sum(masks.lengths) - sum(masks.depths)
 
 
-def halved(masks: Masks, micro_batches: Sequence[Sequence[int]], name: str, error: str) -> int:
-    """The token budget to try next: half of the largest of these micro-batches (row indices of `masks`) that has
-    several rows. Raises RunFailed if each has one; `name` is the stage in messages."""
+def halved(budget: int, masks: Masks, micro_batches: Sequence[Sequence[int]], name: str, error: str) -> int:
+    """The token budget to try next: `budget` halved until it cuts the largest of these micro-batches (row indices of
+    `masks`) that has several rows. Raises RunFailed if each has one; `name` is the stage in messages."""
     sizes = [(len(rows) > 1, tokens_of(batches.rows(masks, rows))) for rows in micro_batches]
     several, tokens = max(sizes)
     if not several:
         raise alone(name, tokens, error)
-    budget = max(tokens // 2, 1)
+    budget //= 2
+    while budget >= tokens:
+        budget //= 2
     _log.warning("%s: passes do not fit into memory; they have at most %d tokens from now on", name, budget)
     return budget
 
