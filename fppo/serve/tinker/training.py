@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import threading
 import warnings
@@ -393,10 +394,13 @@ def _failed(error: Exception) -> FailedRequest:
 
 
 def _try(held: HeldRun, number: int, tries: int) -> None:
-    """Record how many times request `number` has been tried, and that all before it have been done."""
+    """Record how many times request `number` has been tried, and that all before it have been done. A kill leaves the
+    earlier record or this one: without any, what has been done would count as tried, and be refused."""
     held.tried = number, tries
+    draft = held.directory / f".{DOING}.new"
     with contextlib.suppress(OSError):  # a full disk: the request is to be done all the same
-        (held.directory / DOING).write_text(f"{number} {tries}", "ascii")
+        draft.write_text(f"{number} {tries}", "ascii")
+        os.replace(draft, held.directory / DOING)
 
 
 def _tried(directory: Path) -> tuple[int, int]:

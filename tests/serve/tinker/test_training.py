@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 import warnings
+from contextlib import contextmanager
 
 import pytest
 
@@ -356,13 +358,28 @@ def test_a_request_under_which_two_servers_ended_is_not_tried_again(tmp_path):
     assert (place / "doing").read_text() == "2 0"
 
 
-def test_a_request_that_was_done_is_done_again_however_often_servers_end_under_it(tmp_path):
+@contextmanager
+def full_disk():
+    """Files take no more bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_request_that_was_done_is_done_again_however_often_servers_end_under_it(tmp_path, torn):
     """Its outcome may have been sent, and what came behind it builds on what it did. The folder is copied while the
-    request is being done, as a kill would leave it."""
+    request is being done, as a kill would leave it; also where one ended while it noted what it does."""
     first = World(tmp_path / "0", Clock())
     run, _ = first.create()
     first.take(run, 1, "pass")
     first.take(run, 2, "step")
+    if torn:
+        with full_disk():
+            first.runs.do(run, 3, VERBS["forward"])
     first.runs.close()
     for kills in range(4):
         place, copy = tmp_path / str(kills), tmp_path / str(kills + 1)
