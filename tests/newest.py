@@ -31,6 +31,7 @@ TOUCHED: Mapping[str, tuple[str, ...]] = {  # the tests that reach a package
     "cattrs": ("tests/settings", "tests/commands", "tests/runs"),
     "datasets": ("tests/data", "tests/assembly"),
     "dill": ("tests/rewards", "tests/workers", "tests/fleet"),
+    "fsspec": ("tests/runtime/test_remote.py", "tests/runs/test_copies.py"),
     "hypothesis": ALL,
     "ipykernel": ("tests/test_notebooks.py",),
     "jaxtyping": ALL,

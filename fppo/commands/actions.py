@@ -86,11 +86,13 @@ def train(settings: TrainSettings, here: CommandRank = ALONE) -> int:
 
 
 def _check_directory(settings: TrainSettings, here: CommandRank) -> None:
-    """Raise ValueError if output_dir is no place for the files of a run, or if another process is writing there."""
+    """Raise ValueError if output_dir is no place for the files of a run, or if another process is writing there. A run
+    that has gone on elsewhere is fetched."""
     session.check_output(settings)
     session.check_target(settings, Path(settings.output_dir) / session.MODEL)
     if is_first(here.mesh):
         session.check_alone(settings)
+    session.fetch(settings, here.mesh, here.device or torch.device("cpu"))
 
 
 def _finish(assembly: session.AnyAssembly, directory: Path, here: CommandRank, run: RunState) -> None:

@@ -216,9 +216,11 @@ def _export(given: Arguments) -> int:
     if asked.public and asked.push is None:
         raise UsageError("--public: nothing is uploaded; give --push NAME too")
     from fppo.commands import actions
+    from fppo.runs.copies import run_at
 
     role, how = "critic" if asked.critic else "actor", {"merge": asked.merge, "public": asked.public}
-    return actions.export(run, target, asked.step, role, asked.device, push_to=asked.push, **how)
+    with run_at(asked.run, asked.step) as run:
+        return actions.export(run, target, asked.step, role, asked.device, push_to=asked.push, **how)
 
 
 def _serve(given: Arguments) -> int:
@@ -345,6 +347,7 @@ def _seen(processes: LaunchOptions, settings: TrainSettings, *, exports: bool) -
     local, visible = int(os.environ.get("LOCAL_WORLD_SIZE") or world), os.environ.get("CUDA_VISIBLE_DEVICES")
     target = places.target_problem(settings, Path(settings.output_dir) / places.MODEL) if exports else None
     wrong = [*places.place_problems(settings)]
+    wrong += [] if int(os.environ.get("RANK") or 0) else places.remote_problems(settings)
     wrong += [] if target is None else [Problem("output_dir", settings.output_dir, target)]
     wrong += [*modules.module_problems(settings), *machine.machine_problems(settings, local, visible=visible)]
     return [*wrong, *checks.mesh_problems(settings, world)]

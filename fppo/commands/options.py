@@ -47,7 +47,7 @@ class Export:
     """Write the policy of a run as a Hugging Face directory with a model card."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")] = setting(attrs.NOTHING, place)
-    """The output_dir of the run."""
+    """The output_dir of the run, or the address of its copies (checkpoint.remote)."""
     target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")] = setting(attrs.NOTHING, place)
     """The directory to write."""
     step: int | None = None

@@ -31,6 +31,7 @@ Form = Literal["whole", "adapter", "merged"]
 Role = Literal["actor", "critic"]
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _PATHS = (*files.PATHS, "output_dir")
+_PRIVATE = ("checkpoint.remote",)  # settings that a card leaves out: what they name may be nobody else's business
 _SHOWN = ("python", "fppo", "torch", "transformers", "datasets")  # of the versions
 
 
@@ -237,9 +238,10 @@ def _again(exported: Exported) -> str:
 
 
 def _settings(settings: TrainSettings) -> str:
-    """The settings that differ from the defaults, as TOML, with paths reduced to names."""
+    """The settings that differ from the defaults, but for private ones, as TOML, with paths reduced to names."""
     values = files.differing(settings, TrainSettings())
-    return files.tables(_nested({name: _portable(name, value) for name, value in values.items()}))
+    shown = {name: _portable(name, value) for name, value in values.items() if name not in _PRIVATE}
+    return files.tables(_nested(shown))
 
 
 def _portable(name: str, value: Any) -> Any:
@@ -265,7 +267,8 @@ def _changes(exported: Exported) -> Iterable[tuple[int, str, object, object]]:
     made = starts.spans(exported.run_dir, first + 1, exported.step)
     for (before, until), (since, _) in pairwise(made):
         for name, (old, new) in files.changes(files.to_dict(before), since).items():
-            yield until, name, str(_portable(name, old)), str(_portable(name, new))
+            if name not in _PRIVATE:
+                yield until, name, str(_portable(name, old)), str(_portable(name, new))
 
 
 def _origin(exported: Exported) -> Mapping[str, str]:

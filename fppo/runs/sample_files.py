@@ -22,8 +22,14 @@ _FILE = re.compile(r"(\d{6,})\.parquet")
 
 def files(directory: Path) -> dict[int, Path]:
     """The files of a directory by step, in order."""
-    found = ((_FILE.fullmatch(path.name), path) for path in directory.glob("*.parquet"))
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    found = ((step_of(path.name), path) for path in directory.glob("*.parquet"))
+    return dict(sorted((step, path) for step, path in found if step is not None))
+
+
+def step_of(name: str) -> int | None:
+    """The step of a file by its name; None for another file."""
+    match = _FILE.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 class SampleFiles:

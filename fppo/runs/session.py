@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from types import FrameType
 
+import torch
+
 from fppo import models, tree
 from fppo.assembly.adapters import export_policy, exported_bytes
 from fppo.assembly.machine import resolved
@@ -25,7 +27,9 @@ from fppo.fields import only
 from fppo.pipeline import replay
 from fppo.pipeline.program import RunState
 from fppo.pipeline.train import Evaluation, Observe, StepRecord, Watching
+from fppo.runs import copies as copying
 from fppo.runs import evaluations, jsonl, loggers, origins, starts
+from fppo.runs.copies import Copies
 from fppo.runs.first_step import FirstStep
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.observers import TRACE, OwnObserver, Profiles, Tracer, gauged_by, traffic_since
@@ -35,6 +39,7 @@ from fppo.runs.starts import CHECKPOINTS, SETTINGS
 from fppo.runs.writer import Checkpoints, Digests
 from fppo.runtime import checkpoint, digests
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, is_first, place_on, ranks_on
+from fppo.runtime.remote import Remote
 from fppo.runtime.watch import Watch
 from fppo.settings import files, places
 from fppo.settings.train import TrainSettings
@@ -85,6 +90,22 @@ def check_alone(settings: TrainSettings) -> None:
     if directory.is_dir():
         with alone_in(directory):
             pass
+
+
+def fetch(settings: TrainSettings, mesh: Mesh, device: torch.device) -> None:
+    """Fetch the run from checkpoint.remote, if it is set and output_dir has no checkpoint, by `copies.fetch_newest`.
+    Every rank of the mesh calls."""
+    if settings.checkpoint.remote is None:
+        return
+    directory, remote = Path(settings.output_dir), Remote.at(settings.checkpoint.remote)
+    directory.mkdir(parents=True, exist_ok=True)
+
+    def work() -> None:
+        if is_first(mesh):
+            with alone_in(directory):
+                copying.fetch_newest(directory, remote, resume=settings.resume)
+
+    copying.meanwhile(work, mesh, device)
 
 
 def say_misnamed(checkpoints: Path, mesh: Mesh = LOCAL) -> None:
@@ -233,8 +254,10 @@ def run_training(
     directory, first = Path(settings.output_dir), is_first(assembly.mesh)
     directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as opened:
+        copies = None
         if first:
             opened.enter_context(alone_in(directory))  # before its checkpoints are read
+            copies = _copies(settings, opened)
         run = restore(settings, assembly)
         if settings.rollout.save and (directory / ROLLOUTS / SETTINGS).exists():
             text = f"{directory / ROLLOUTS} holds files of fppo rollout; give another output_dir, or remove it"
@@ -242,7 +265,7 @@ def run_training(
         if run.step < settings.steps:
             if first:
                 _check_room(directory, assembly, run)
-            observers, digested, saved = _writing(settings, assembly, run, opened, watch)
+            observers, digested, saved = _writing(settings, assembly, run, opened, watch, copies)
             with stop_requests(announce=STOPPING if first else "") as asked, _left_on_errors(saved, watch):
                 watching = _watching(settings, assembly, observers, stop=lambda: bool(asked))
                 for after, _, _ in assembly.steps(run, donate=True, watching=watching):
@@ -253,10 +276,20 @@ def run_training(
             print(f"steps = {settings.steps}: step {run.step} is done, and nothing is changed", file=sys.stderr)
         if run.step == settings.steps:
             at_end(run)
+        if settings.checkpoint.remote is not None:
+            copying.meanwhile(_nothing if copies is None else copies.finish, assembly.mesh, assembly.device)
     if first and run.step < settings.steps:
         command = "sft" if isinstance(assembly, SupervisedAssembly) else "train"
         print(f"stopped after step {run.step}; to go on: fppo {command} {directory / SETTINGS}", file=sys.stderr)
     return run
+
+
+def _copies(settings: TrainSettings, opened: contextlib.ExitStack) -> Copies | None:
+    """The writer of the run's remote copies, closed with `opened`; None without an address."""
+    section = settings.checkpoint
+    if section.remote is None:
+        return None
+    return opened.enter_context(Copies(Path(settings.output_dir), Remote.at(section.remote), section.keep))
 
 
 def _check_room(directory: Path, assembly: AnyAssembly, run: RunState) -> None:
@@ -296,17 +329,28 @@ def _watching(
 
 
 def _writing(
-    settings: TrainSettings, assembly: AnyAssembly, run: RunState, opened: contextlib.ExitStack, watch: Watch | None
+    settings: TrainSettings,
+    assembly: AnyAssembly,
+    run: RunState,
+    opened: contextlib.ExitStack,
+    watch: Watch | None,
+    copies: Copies | None,
 ) -> tuple[list[Observe], Digests, Checkpoints]:
     """The observers of a run that starts from `run`, the writer of digests and the writer of checkpoints; all are
     closed with `opened`. A checkpoint is written after the lines of its step in every file."""
     directory, mesh, shapes = Path(settings.output_dir), assembly.mesh, assembly.shapes
     first_step, first = run.step + 1 if run.step else 0, is_first(mesh)
     device, every = assembly.device, digest_spacing(settings, assembly, run)
-    begin = partial(_begin_save, assembly, directory / CHECKPOINTS, settings.checkpoint.keep)
+    keep = settings.checkpoint.keep if settings.checkpoint.remote is None else None  # else `copies` removes old ones
+    logged, sampled, lines, own = list[Observe](), list[SampleFiles](), None, list[OwnObserver]()
+
+    def begin(run: RunState) -> checkpoint.Pending:
+        for each in sampled:
+            each.wait()
+        return _begin_save(assembly, directory / CHECKPOINTS, keep, run)
+
     if run.step and not checkpoint.steps(directory / CHECKPOINTS):  # another run's state: save it as this run's first
         begin(run).wait()
-    logged, sampled, lines, own = list[Observe](), list[SampleFiles](), None, list[OwnObserver]()
     if first:
         before = starts.before(settings)
         _record_start(settings, assembly, run.step, every)
@@ -323,7 +367,8 @@ def _writing(
     kind = None if assembly.placed is None else assembly.placed.kind
     line = partial(replay.record_line, mesh=mesh, shapes=shapes, device=device, kind=kind, of_state=of_state(assembly))
     digested = Digests(directory=directory, lines=lines, every=every, is_saved=kept, line=line)
-    saved = Checkpoints(is_saved=kept, begin=begin, ranks=ranks_on(mesh, AXES))
+    written = _nothing if copies is None else copies.written
+    saved = Checkpoints(is_saved=kept, begin=begin, ranks=ranks_on(mesh, AXES), written=written)
 
     profiles = Profiles(directory=directory, steps=settings.log.profile_steps, mesh=mesh)
     opened.callback(profiles.stop)
@@ -335,12 +380,14 @@ def _writing(
     def end(record: StepRecord) -> Mapping[str, float]:
         for log in (*logged, traced):
             log(record)
-        for each in sampled if kept(record.run.step) else ():
-            each.wait()
-        return saved(record)
+        return {**saved(record), **({} if copies is None else copies.numbers())}
 
     gauged = gauged_by(mesh, device, traffic_since(watch, run.step))
     return [digested, gauged, *own, *sampled, profiles, end], digested, saved
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 def _is_kept(every: int, last: int, step: int) -> bool:
@@ -374,7 +421,7 @@ def digest_spacing(settings: TrainSettings, assembly: AnyAssembly, run: RunState
     )
 
 
-def _begin_save(assembly: AnyAssembly, directory: Path, keep: int, run: RunState) -> checkpoint.Pending:
+def _begin_save(assembly: AnyAssembly, directory: Path, keep: int | None, run: RunState) -> checkpoint.Pending:
     if assembly.placed is not None:
         return assembly.placed.save(run, directory, keep=keep, notes=assembly.drawn.notes())
     mesh, shapes, notes = assembly.mesh, assembly.shapes, assembly.drawn.notes()

@@ -78,6 +78,7 @@ class Checkpoints:
     is_saved: Callable[[int], bool]
     begin: Callable[[RunState], Pending]
     ranks: int  # ranks that write a part of a checkpoint
+    written: Callable[[Path], None] = lambda path: None  # called once a checkpoint is written
     pending: list[Pending] = attrs.field(factory=list)
     begun: list[int] = attrs.field(factory=list)  # the step of the last checkpoint
 
@@ -108,7 +109,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until pending checkpoints are written. Raises CheckpointError if one could not be."""
         while self.pending:
-            self.pending.pop().wait()
+            self.written(self.pending.pop().wait())
 
     def leave(self, *, alone: bool) -> None:
         """After an error, wait until pending checkpoints are written or have failed. They need all ranks, so nothing is
@@ -117,4 +118,4 @@ class Checkpoints:
             return
         with contextlib.suppress(CheckpointError, TimeoutError):
             while self.pending:
-                self.pending.pop().wait(None if self.ranks == 1 else PATIENCE)
+                self.written(self.pending.pop().wait(None if self.ranks == 1 else PATIENCE))

@@ -252,9 +252,9 @@ def drop(path: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def drop_old(directory: Path, keep: int | None) -> None:
-    """Drop all but the newest `keep` checkpoints."""
-    old = steps(directory)[: -keep if keep else 0]
+def drop_old(directory: Path, keep: int | None, *, spare: Sequence[int] = ()) -> None:
+    """Drop all but the newest `keep` checkpoints and those of the steps in `spare`."""
+    old = {*steps(directory)[: -keep if keep else 0]} - {*spare}
     for path, step in _entries(directory) if old else []:
         if step in old:
             drop(path)

@@ -24,7 +24,7 @@ from fppo.batch import Column
 from fppo.key import Key
 from fppo.runtime import _checkpoint_attempt as attempts
 from fppo.runtime import _checkpoint_files as files
-from fppo.runtime._checkpoint_attempt import Attempt, misnamed, path_of, place_of, steps
+from fppo.runtime._checkpoint_attempt import Attempt, drop_old, misnamed, path_of, place_of, steps
 from fppo.runtime._checkpoint_files import STAGE_BYTES, CheckpointError, Contents, DamagedError, on_host
 from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, gather_objects
@@ -37,6 +37,7 @@ __all__ = [
     "Pending",
     "RemoteParts",
     "begin_save",
+    "drop_old",
     "load",
     "misnamed",
     "notes_of",

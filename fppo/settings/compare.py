@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -112,12 +113,15 @@ def _read(word: str, kind: Any) -> Any:
 
 
 def changed(settings: TrainSettings, variant: Variant, seed: int, directory: str) -> TrainSettings:
-    """The settings of one run of a variant, which writes to `directory`. `seed` is added to the settings' own seed.
-    Raises SettingsError for invalid paths and values."""
+    """The settings of one run of a variant, which writes to `directory` and to a place of its own at checkpoint.remote.
+    `seed` is added to the settings' own seed. Raises SettingsError for invalid paths and values."""
     own = ("seed", "output_dir")
     wrong = [f"{path}: fppo compare sets it; give --seeds and --out" for path in variant.changes if path in own]
     try:
         found = files.replace(settings, variant.changes | {"output_dir": directory, "seed": settings.seed + seed})
+        if (remote := found.checkpoint.remote) is not None:
+            own_place = "/".join((remote.rstrip("/"), *Path(directory).parts[-2:]))
+            found = files.replace(found, {"checkpoint.remote": own_place})
     except files.SettingsError as error:
         raise files.SettingsError([*wrong, *error.problems], source=f"--vary {variant.name}") from error
     if wrong:

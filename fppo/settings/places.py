@@ -21,6 +21,7 @@ from fppo.data.read import FORMATS, read_rows
 from fppo.fields import Problem, Problems, only, problem_of, wrong_values
 from fppo.runtime.exports import check_replaceable
 from fppo.runtime.gguf_files import GgufHeader, gguf_of, read_header
+from fppo.runtime.remote import check_address, problem_of_place
 from fppo.runtime.weights import no_weights, weight_files
 from fppo.settings import files
 from fppo.settings.train import TrainSettings
@@ -198,10 +199,19 @@ def weights_problem(file: Path) -> str | None:
     return None
 
 
+def remote_problems(settings: TrainSettings) -> Problems:
+    """Yield the reason why nothing can be written to checkpoint.remote, if there is one. A small file is written there
+    and removed."""
+    address = settings.checkpoint.remote
+    text = None if address is None or check_address(address) is not None else problem_of_place(address)
+    if text is not None:
+        yield Problem("checkpoint.remote", address, text)
+
+
 def _start(settings: TrainSettings) -> Problems:
     """Yield the problems of the checkpoint to resume from, and of the directory of saved rollouts."""
     resume, checkpoints = settings.resume, Path(settings.output_dir) / "checkpoints"
-    if resume == "must" and not any(checkpoints.glob("step_*")):
+    if resume == "must" and settings.checkpoint.remote is None and not any(checkpoints.glob("step_*")):
         yield Problem("resume", resume, f"there is no checkpoint in {checkpoints}")
     elif resume not in files.RESUMES and not Path(resume).is_dir():
         text = "there is no such checkpoint; give auto, must, never, or a directory named like step_00000100"

@@ -29,6 +29,7 @@ from fppo.fields import (
     setting,
     temperature,
 )
+from fppo.runtime.remote import check_address
 from fppo.settings.component import given, named
 from fppo.settings.learning import ActorSettings, AlgorithmSettings, CriticSettings, auto_or_at_least
 from fppo.settings.model import ModelSettings
@@ -171,7 +172,9 @@ class CheckpointSettings:
     every: int = setting(50, at_least(0))
     """Steps between checkpoints; 0: only after the last step."""
     keep: int = setting(2, at_least(1))
-    """How many of the last checkpoints stay on disk."""
+    """How many of the last checkpoints stay on disk, and at checkpoint.remote."""
+    remote: str | None = setting(None, check_address)
+    """Where checkpoints and samples are copied to, an address of fsspec such as s3://bucket/run; None: nowhere."""
 
 
 @attrs.frozen(kw_only=True)

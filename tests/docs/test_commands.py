@@ -19,6 +19,7 @@ from fppo.assembly import trials
 from fppo.commands import ablate, actions, audit, bias, cli, compare, distributed, plan, view
 from fppo.commands import check as checking
 from fppo.report import timeline, write
+from fppo.runs import copies
 from fppo.settings import files, machine, modules, places
 
 from .pages import PAGES, ROOT, Block, blocks
@@ -42,6 +43,8 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, function, lambda *values, **more: names.append(function) or 0)
 
     monkeypatch.setattr(places, "place_problems", lambda settings: [])  # of what is not there
+    monkeypatch.setattr(places, "remote_problems", lambda settings: [])
+    monkeypatch.setattr(copies, "run_at", lambda place, step: contextlib.nullcontext(Path(place)))
     monkeypatch.setattr(modules, "module_problems", lambda settings: [])
     value_problems = trials.value_problems
     of_ours = lambda parts, known: [x for x in value_problems(parts, known) if "does not import" not in str(x)]  # noqa: E731

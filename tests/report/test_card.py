@@ -111,6 +111,16 @@ def test_settings_that_changed_on_the_way_are_listed(tmp_path):
     assert "| 1 | actor&#46;optimizer&#46;lr | 2e&#45;05 | 1e&#45;05 |" in text
 
 
+def test_where_copies_of_the_run_are_is_left_out(tmp_path):
+    settings = settings_of(tmp_path / "run", checkpoint__remote="s3://secret/run")
+    made = exported(tmp_path / "run", settings)
+    changed = files.replace(settings, {"checkpoint.remote": "s3://secret/other", "steps": 9})
+    starts.record(changed, 1)
+    text = card(attrs.evolve(made, settings=changed), [], [])
+    assert "| 1 | steps |" in text
+    assert "secret" not in text
+
+
 def test_no_text_of_settings_or_data_is_markup(tmp_path):
     values = {"data__prompt": NASTY, "reward__functions": ["exact_match"], "data__source": NASTY, "log__project": NASTY}
     settings = settings_of(tmp_path / "run", **values)
