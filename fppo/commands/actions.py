@@ -22,7 +22,7 @@ from fppo.assembly.run import Assembly, assemble, assemble_evaluation
 from fppo.assembly.supervised import COMMAND as SFT
 from fppo.assembly.supervised import assemble_supervised
 from fppo.commands import push
-from fppo.commands.needs import said_of_time
+from fppo.commands.needs import lines_at_end
 from fppo.commands.options import ServeOptions
 from fppo.fleet import GroupDied, cluster
 from fppo.fleet.clusters import OpenCluster
@@ -72,9 +72,8 @@ def train(settings: TrainSettings, here: CommandRank = ALONE) -> int:
                 run = session.run_training(settings, assembly, here.watch, at_end=at_end)
                 if is_first(here.mesh) and run.step == settings.steps:
                     records = jsonl.read(directory / METRICS, on_damage=lambda _: None)
-                    text = said_of_time(settings, assembly.inputs, records, ranks_on(here.mesh, AXES))
-                    if text is not None:
-                        print(text)
+                    for line in lines_at_end(settings, assembly.inputs, records, ranks_on(here.mesh, AXES)):
+                        print(line)
             return 130 if run.step < settings.steps else 0
         except GroupDied as died:
             restarts.use(died)

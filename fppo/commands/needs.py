@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean, median
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -11,13 +13,20 @@ import attrs
 from fppo.assembly.inputs import Inputs
 from fppo.assembly.machine import resolved
 from fppo.commands.plan import planned_on, planned_pools
+from fppo.runs import memory
 from fppo.settings.placement import places_of
 from fppo.settings.plan import PlanSettings
 from fppo.settings.train import TrainSettings
 from fppo.studies.plan import text as plans
-from fppo.studies.plan.case import KNOWN
+from fppo.studies.plan.case import GIB, KNOWN
 from fppo.studies.plan.needs import RunNeeds, needs_of
 
+GAP = 0.15  # the part of the plan beyond which memory is said to be off
+ALLOCATED = "perf/max_memory_allocated_gb"
+STAGES = MappingProxyType(  # of a plan, as runs call them
+    {"rollout": "gen", "reward model": "reward", "teacher": "teacher", "log-probs": "old_log_prob", "reference": "ref"}
+    | {"values": "values", "update critic": "update_critic", "update actor": "update_actor"}
+)
 NO_FIT = "it does not fit in memory; fppo plan says what would make it fit"
 _LEAST = 300.0  # seconds of steps from which a run reports how far off its plan was: planning takes time, too
 
@@ -46,21 +55,45 @@ def planned_needs(
     return needs, [], needs.fits
 
 
-def said_of_time(
+def lines_at_end(
     settings: TrainSettings, inputs: Inputs, records: Sequence[Mapping[str, Any]], ranks: int
-) -> str | None:
-    """A line that compares the planned time of a step with the median in `records`, the metrics of a run's steps; None
-    for a run that was too short or cannot be planned."""
+) -> list[str]:
+    """Lines that compare a run with its plan: for a long one the time of a step with the median in `records`, the
+    metrics of its steps, and the memory with the run's peak; for one with `log.memory_steps` the memory of its stages.
+    None for a run that is neither or cannot be planned."""
     seconds = [x["timing_s/step"] for x in records if "timing_s/step" in x]
-    if sum(seconds) < _LEAST:
-        return None
+    stages = memory.peaks(memory.read(Path(settings.output_dir), settings.log.memory_steps))
+    long = sum(seconds) >= _LEAST
+    if not (long or stages):
+        return []
     chosen, _ = resolved(settings, inputs.device)
     needs, _, _ = planned_needs(settings, planned_on(PlanSettings(gpus=ranks), inputs.device), chosen, inputs)
     if needs is None:
-        return None
+        return []
+    peaks = [GIB * x[ALLOCATED] for x in records[-1:] if ALLOCATED in x] or list(stages.values())
+    lines = memory_lines(needs.tensors, {name: stages[each] for name, each in STAGES.items() if each in stages}, peaks)
+    if not long:
+        return lines
     took, sampled = median(seconds), [x["response_length/mean"] for x in records if "response_length/mean" in x]
     lengths = f"; responses had {fmean(sampled):,.0f} tokens of the {needs.response:,} planned" if sampled else ""
-    return f"planned {duration(needs.step)} a step, took {duration(took)} ({took / needs.step:.2f}){lengths}"
+    return [f"planned {duration(needs.step)} a step, took {duration(took)} ({took / needs.step:.2f}){lengths}", *lines]
+
+
+def memory_lines(planned: Mapping[str, float], stages: Mapping[str, float], peaks: Sequence[float]) -> list[str]:
+    """A table of planned bytes of tensors by stage beside those of the run, `stages` where they were looked at, and of
+    its largest peak; with a line if that is off by more than `GAP`. None without peaks."""
+    if not peaks or not planned:
+        return []
+    most, peak = max(planned.values()), max(peaks)
+    rows = {name: (size, stages.get(name)) for name, size in planned.items()} if stages else {}
+    lines = plans.rendered([[plans.of_peaks(rows | {"largest": (most, peak)})]], 100).split("\n")
+    if abs(peak / most - 1) <= GAP:
+        return lines
+    way = "more" if peak > most else "less"
+    return [
+        *lines,
+        f"the run took {abs(peak / most - 1):.0%} {way} memory than planned; docs/guides/memory.md says why",
+    ]
 
 
 def duration(seconds: float) -> str:

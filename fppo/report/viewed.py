@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from fppo.report import charts, summary, timeline
 from fppo.report.charts import Panel
 from fppo.report.remains import remains
-from fppo.runs import jsonl, sample_files, starts
+from fppo.runs import jsonl, memory, sample_files, starts
 from fppo.runs.evaluations import TRUTH
 from fppo.runs.loggers import METRICS
 from fppo.runs.observers import TRACE
@@ -101,9 +101,19 @@ def state_of(run: Path, title: str, known: tuple[str, int] | None = None) -> Sta
         "work": [
             {**bar._asdict(), "kind": bar.kind, "more": dict(bar.more)} for bar in timeline.read(run, last=SHOWN_WORK)
         ],
+        "memory": _memory(run),
         "truth": [_panel(panel) for pair in summary.beside_truth(run / TRUTH) for panel in pair],
     }
     return jsonl.plain(state)
+
+
+def _memory(run: Path) -> State | None:
+    """The memory of the last step of which there is a record, on the rank with the largest peak."""
+    found = [(step, stages) for step, stages in memory.read(run) if stages]
+    if not found:
+        return None
+    step, stages = max(found, key=lambda each: (each[0], max(stage.peak for stage in each[1])))
+    return {"step": step, "stages": [attrs.asdict(stage) for stage in stages]}
 
 
 def _steps_without_metrics(
@@ -151,7 +161,8 @@ def _tags(sampled: dict[int, Path]) -> list[tuple[int, str]]:
 def _stamp(run: Path) -> str:
     """A text that changes with any file that a state is made of; it begins with the inode of the metrics' file."""
     number, parts = 0, list[str]()
-    places = [run / METRICS, run / SETTINGS, run / SAMPLES, run / TRUTH, *sorted((run / TRACE).glob("rank_*.jsonl"))]
+    places = [run / METRICS, run / SETTINGS, run / SAMPLES, run / TRUTH, run / memory.MEMORY]
+    places += sorted((run / TRACE).glob("rank_*.jsonl"))
     for path in places:
         try:
             about = path.stat()

@@ -10,10 +10,13 @@ import attrs
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from fppo.models.seams import AttentionLayer
 from fppo.rollout.cache import Layers
 from fppo_kernels.padding import sent
+
+CACHE = "keys and values"  # what profiles call the allocation of banks
 
 
 class Moves(NamedTuple):
@@ -79,17 +82,19 @@ class BankLayout:
     def rows(self, rows: int, columns: int) -> Banks:
         """Make banks of zeros for `rows` rows of `columns` columns: a mask is added to the scores of unwritten columns,
         so these must be finite."""
-        return tuple(
-            torch.zeros(bank.count, rows, bank.heads, columns, bank.width, dtype=bank.dtype, device=self.device)
-            for bank in self.banks
-        )
+        with record_function(CACHE):
+            return tuple(
+                torch.zeros(bank.count, rows, bank.heads, columns, bank.width, dtype=bank.dtype, device=self.device)
+                for bank in self.banks
+            )
 
     def row(self, columns: int) -> Banks:
         """Make uninitialised banks of `columns` columns for one row, or for rows laid end to end."""
-        return tuple(
-            torch.empty(bank.count, bank.heads, columns, bank.width, dtype=bank.dtype, device=self.device)
-            for bank in self.banks
-        )
+        with record_function(CACHE):
+            return tuple(
+                torch.empty(bank.count, bank.heads, columns, bank.width, dtype=bank.dtype, device=self.device)
+                for bank in self.banks
+            )
 
     def layers(self, banks: Banks) -> Layers:
         """View banks as the keys and values of each attention call, [R, H, C, D] or, for one row, [H, C, D]."""

@@ -17,7 +17,7 @@ from fppo.models.model import Model
 from fppo.models.run import Bound
 from fppo.models.several import Adapter, fitted
 from fppo.rollout.decoder import DecoderFactors
-from fppo.rollout.drawn import DrawingRows, DrawnRows
+from fppo.rollout.drawn import DrawingRows, DrawnRows, ScoreKind
 from fppo.rollout.engine import Sampling
 from fppo.rollout.places import DecodeSlots, ServedAdapter
 from fppo.rollout.prefill import PrefillInput, RowContext, first_logits, prefill
@@ -234,8 +234,7 @@ class EmbeddedRequests:
         spare = 2 if loaded.budget is None else 8
         self._places = DecodeSlots(loaded.bound, loaded.policy, self._limit, spare, loaded.recorder, self._adapters)
         self._in_passes = not loaded.policy.model.stateful and takes_key_lengths(loaded.policy.kernels.attention)
-        self._scores: dict[float, HeadLogProbs] = {}
-        self._drawn = DrawnRows(loaded.policy.device, self._scored)
+        self._drawn = DrawnRows(loaded.policy.device, _scored_by(self._samplings, loaded.scores))
 
     def _kind_of(self, sampling: Sampling) -> int:
         """Index in `_samplings` of the options by which a row draws."""
@@ -394,14 +393,6 @@ class EmbeddedRequests:
         self._score(rows.rows, logits, draws.tokens)
         return rows, draws, self._drawn.take(draws, hidden)
 
-    def _scored(self, kind: int, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """A training pass's log-probs of tokens drawn by this kind of sampling, from the hidden states before them."""
-        temperature, scores = self._samplings[kind].temperature, self._loaded.scores
-        assert scores is not None
-        if temperature not in self._scores:
-            self._scores[temperature] = scores(temperature)
-        return self._scores[temperature](hidden, tokens)
-
     def _score(self, rows: Sequence[OpenRow], logits: Tensor, tokens: Tensor) -> None:
         """Store the scores of draws from logits [R, V] for the rows that report them."""
         places = [place for place, row in enumerate(rows) if row.top]
@@ -443,3 +434,19 @@ class EmbeddedRequests:
         del self._open[row.name]
         with torch.inference_mode(False):
             return row.ended(end, torch.promote_types(self._loaded.policy.head.weight.dtype, torch.float32))
+
+
+def _scored_by(samplings: Sequence[Sampling], scores: Callable[[float], HeadLogProbs] | None) -> ScoreKind:
+    """A training pass's log-probs of tokens, from the hidden states before them, by the kind of sampling that drew them
+    (an index in `samplings`). It holds no engine: that would live on with its keys and values until Python looks for
+    circles."""
+    made: dict[float, HeadLogProbs] = {}
+
+    def scored(kind: int, hidden: Tensor, tokens: Tensor) -> Tensor:
+        temperature = samplings[kind].temperature
+        assert scores is not None
+        if temperature not in made:
+            made[temperature] = scores(temperature)
+        return made[temperature](hidden, tokens)
+
+    return scored

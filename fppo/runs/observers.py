@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import sys
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ from fppo._errors import words_of
 from fppo.fleet import Call
 from fppo.pipeline.measure import GIB, gauges
 from fppo.pipeline.train import Observe, StepRecord
+from fppo.runs import memory
 from fppo.runs.jsonl import JsonLines
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, place_on, ranks_on
 from fppo.runtime.watch import Traffic, Watch
@@ -33,31 +35,44 @@ _SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchroniz
 @attrs.frozen(kw_only=True)
 class Profiles:
     """Write traces of some steps to the run's directory, each from this observer's call in one step to that in the
-    next. Other threads are not traced."""
+    next; for `memory_steps` also the memory of their stages on `device`. Other threads are not traced.
+
+    `frozen` are weights that the run's state does not hold.
+    """
 
     directory: Path  # of the run
-    steps: Sequence[int]
+    steps: Sequence[int] = ()
+    memory_steps: Sequence[int] = ()
     mesh: Mesh = LOCAL
+    device: torch.device = attrs.field(factory=lambda: torch.device("cpu"))
+    frozen: Sequence[Any] = ()
     running: list[tuple[profile, int]] = attrs.field(factory=list)  # with the number of graphs compiled before
 
     def __call__(self, record: StepRecord) -> Mapping[str, float]:
         step, numbers = record.run.step, {}
+        if self.running and record.experience is not None and step in self.memory_steps:
+            memory.dump(self.device, self._path(memory.MEMORY, step, "pickle"))
         for profiler, compiled in self.stop():
             if record.experience is not None:
-                path = self._path(step)
-                profiler.export_chrome_trace(str(path))
-                numbers = counts(Counter(event.name for event in profiler.events() or ()))
-                if numbers:
-                    numbers |= copied(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
-                numbers["perf/recompiles"] = float(_compiled() - compiled)
+                trace = self._write(profiler, step)
+                if step in self.steps:
+                    numbers = counts(Counter(event.name for event in profiler.events() or ()))
+                    if numbers:
+                        numbers |= copied(_events(trace))
+                    numbers["perf/recompiles"] = float(_compiled() - compiled)
+                if step in self.memory_steps:
+                    self._write_memory(record, _events(trace))
         self.begin(step + 1)
         return numbers
 
     def begin(self, step: int) -> None:
-        """Start the profile of a step about to begin, if it is among `steps`."""
-        if step in self.steps:
-            self.running.append((profile(), _compiled()))
-            self.running[-1][0].start()
+        """Start the profile of a step about to begin, if it is among `steps` or `memory_steps`."""
+        if step in self.memory_steps:
+            memory.record_history(self.device, on=True)
+        if step in self.memory_steps or step in self.steps:
+            profiler = profile(profile_memory=True) if step in self.memory_steps else profile()
+            self.running.append((profiler, _compiled()))
+            profiler.start()
 
     def stop(self) -> list[tuple[profile, int]]:
         """Stop the running profiles and return them."""
@@ -65,12 +80,36 @@ class Profiles:
         self.running.clear()
         for profiler, _ in stopped:
             profiler.stop()
+        if stopped and self.memory_steps:
+            memory.record_history(self.device, on=False)
         return stopped
 
-    def _path(self, step: int) -> Path:
-        (self.directory / PROFILES).mkdir(parents=True, exist_ok=True)
+    def _write(self, profiler: profile, step: int) -> Path:
+        """Write the trace of a step, which torch does once, to each directory that it belongs to; return a path."""
+        folders = {PROFILES: self.steps, memory.MEMORY: self.memory_steps}
+        first, *others = (self._path(name, step, "json.gz") for name, steps in folders.items() if step in steps)
+        draft = first.with_suffix(".new")
+        profiler.export_chrome_trace(str(draft))  # to .gz it would write line by line, which takes ten times as long
+        with draft.open("rb") as plain, gzip.open(first, "wb") as packed:
+            shutil.copyfileobj(plain, packed)
+        draft.unlink()
+        for other in others:
+            shutil.copyfile(first, other)
+        return first
+
+    def _write_memory(self, record: StepRecord, events: Sequence[Mapping[str, Any]]) -> None:
+        state, names = memory.held(record.run, self.frozen, self.device), {span.stage for span in record.spans}
+        stages = memory.stages_of(events, names, state, self.device)
+        memory.write(self._path(memory.MEMORY, record.run.step, "json"), record.run.step, stages)
+
+    def _path(self, folder: str, step: int, ending: str) -> Path:
+        (self.directory / folder).mkdir(parents=True, exist_ok=True)
         rank = f"_rank_{place_on(self.mesh, AXES)}" if ranks_on(self.mesh, AXES) > 1 else ""
-        return self.directory / PROFILES / f"step_{step:08d}{rank}.json.gz"
+        return self.directory / folder / f"step_{step:08d}{rank}.{ending}"
+
+
+def _events(trace: Path) -> Sequence[Mapping[str, Any]]:
+    return json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
 
 
 def counts(events: Mapping[str, int]) -> dict[str, float]:

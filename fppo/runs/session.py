@@ -28,7 +28,7 @@ from fppo.pipeline import replay
 from fppo.pipeline.program import RunState
 from fppo.pipeline.train import Evaluation, Observe, StepRecord, Watching
 from fppo.runs import copies as copying
-from fppo.runs import evaluations, jsonl, loggers, origins, starts
+from fppo.runs import evaluations, jsonl, loggers, memory, origins, starts
 from fppo.runs.copies import Copies
 from fppo.runs.first_step import FirstStep
 from fppo.runs.jsonl import JsonLines
@@ -42,7 +42,7 @@ from fppo.runtime.mesh import AXES, LOCAL, Mesh, is_first, place_on, ranks_on
 from fppo.runtime.remote import Remote
 from fppo.runtime.watch import Watch
 from fppo.settings import files, places
-from fppo.settings.train import TrainSettings
+from fppo.settings.train import LogSettings, TrainSettings
 from fppo.steps.train_state import OPTIONAL
 
 AnyAssembly = Assembly | SupervisedAssembly
@@ -370,7 +370,7 @@ def _writing(
     written = _nothing if copies is None else copies.written
     saved = Checkpoints(is_saved=kept, begin=begin, ranks=ranks_on(mesh, AXES), written=written)
 
-    profiles = Profiles(directory=directory, steps=settings.log.profile_steps, mesh=mesh)
+    profiles = _profiles(settings.log, directory, assembly)
     opened.callback(profiles.stop)
     profiles.begin(run.step + 1)
 
@@ -388,6 +388,16 @@ def _writing(
 
 def _nothing(*_: object) -> None:
     pass
+
+
+def _profiles(log: LogSettings, directory: Path, assembly: AnyAssembly) -> Profiles:
+    """The observer that profiles steps. Raises ValueError for a device whose memory cannot be traced."""
+    if log.memory_steps:
+        memory.check_device(assembly.device)
+    both = [each for each in (assembly.model, assembly.critic_model) if each is not None]
+    frozen = [each.frozen.params for each in both if each.frozen is not None]
+    how = {"steps": log.profile_steps, "memory_steps": log.memory_steps, "frozen": frozen}
+    return Profiles(directory=directory, mesh=assembly.mesh, device=assembly.device, **how)
 
 
 def _is_kept(every: int, last: int, step: int) -> bool:

@@ -106,6 +106,8 @@ def placement_problems(s: TrainSettings) -> Problems:
         names = ("cluster", "patience", "restarts")
         yield from unread_problems(s, (f"placement.{name}" for name in names), "roles in pools")
         return
+    if s.log.memory_steps and placement.roles.actor != HERE:
+        yield problem_at(s, "log.memory_steps", "the updates run in a pool, whose memory is not traced; leave it out")
     if s.mesh.least_ranks > 1:
         axes = {name: getattr(s.mesh, name) for name in AXES}
         yield Problem("mesh", axes, "with placement each pool has axes of its own; give them there")

@@ -30,7 +30,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 MODEL = "model"  # where in its output_dir a run exports its policy
 _DIRECTORIES = (  # what commands write to an output_dir
     *(MODEL, files.STARTS, "checkpoints", "configs", "samples", "evaluations", "truth", "rollouts", "dumps"),
-    *("profiles", "trace", "tensorboard", "wandb", "swanlog"),
+    *("profiles", "memory", "trace", "tensorboard", "wandb", "swanlog"),
 )
 _FILES = (  # what they write beside these
     *(files.SETTINGS, "metrics.jsonl", "digests.jsonl", "wandb_id", "trackio_id", "mlflow_id", "swanlab_id"),

@@ -215,6 +215,8 @@ class LogSettings:
     """Steps from one such table to the next; the first step has one, too."""
     profile_steps: tuple[int, ...] = setting((), lambda x: None if all(step > 0 for step in x) else "count from 1")
     """Steps whose traces, by torch's profiler, are written to the directory profiles."""
+    memory_steps: tuple[int, ...] = setting((), lambda x: None if all(step > 0 for step in x) else "count from 1")
+    """Steps whose memory, by stage and kind, is written to the directory memory."""
     project: str = setting("fppo", nonempty("give the name of a project"))
     """The project that a run belongs to in trackers; MLflow's experiment."""
     entity: str | None = setting(None)

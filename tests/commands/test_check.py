@@ -14,7 +14,7 @@ import pytest
 from fppo.assembly.run import assemble
 from fppo.commands.check import tokens_line
 from fppo.commands.cli import main
-from fppo.commands.needs import duration, planned_needs, said_of_time
+from fppo.commands.needs import duration, lines_at_end, planned_needs
 from fppo.settings import files
 from fppo.settings.plan import PlanSettings
 from tests import tiny_run
@@ -67,16 +67,15 @@ def test_a_long_run_says_how_far_off_the_plan_of_its_steps_was(task):
     settings = tiny_run.settings(task)
     steps = [{"timing_s/step": x, "response_length/mean": 2.0} for x in (90.0, 100.0, 150.0)]
     with assemble(settings) as assembly:
-        said = said_of_time(settings, assembly.inputs, [{"val/x": 1.0}, *steps], 1)
-        assert said is not None
+        (said,) = lines_at_end(settings, assembly.inputs, [{"val/x": 1.0}, *steps], 1)
         found = re.fullmatch(
             r"planned (\S+) s a step, took 1e\+02 s \((\S+)\); responses had 2 tokens of the 3 planned", said
         )
         assert found is not None
         assert float(found[1]) * float(found[2]) == pytest.approx(100, rel=0.06)
-        assert said_of_time(settings, assembly.inputs, steps[:2], 1) is None
+        assert lines_at_end(settings, assembly.inputs, steps[:2], 1) == []
         pools = {"placement__pools": {"a": {"ranks": 2}}, "placement__roles__actor": "a"}
-        assert said_of_time(tiny_run.settings(task, **pools), assembly.inputs, steps, 1) is None
+        assert lines_at_end(tiny_run.settings(task, **pools), assembly.inputs, steps, 1) == []
 
 
 @pytest.mark.slow

@@ -83,6 +83,7 @@ NEEDS = RunNeeds(
     gpu="h100",
     ranks=4,
     memory=3.0 * 2**30,
+    tensors={"update actor": 2.0 * 2**30},
     available=4.0 * 2**30,
     host=2.0 * 2**30,
     step=90.0,

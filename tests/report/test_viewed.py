@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 
+import attrs
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fppo.report import viewed
-from fppo.runs import jsonl, sample_files
+from fppo.runs import jsonl, memory, sample_files
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.sample_files import SAMPLES
 from tests.report import view_runs
@@ -53,6 +54,22 @@ def test_a_state_that_is_known_is_not_read_again(tmp_path):
     more = viewed.state_of(run, "", known)
     assert [step for step, _ in more["samples"]] == [1, 2, 3]
     assert more["lines"]["records"] == []
+
+
+def test_the_memory_is_that_of_the_last_step_and_of_the_fullest_rank(tmp_path):
+    run = view_runs.write_run(tmp_path / "mine", steps=4)
+    shown = viewed.state_of(run, "")["memory"]
+    assert shown["step"] == 4
+    assert [stage["stage"] for stage in shown["stages"]] == ["gen", "update_actor"]
+    update = attrs.asdict(memory.read(run, (4,))[1][1][1])
+    assert shown["stages"][1] == update
+    assert update["peak"] == sum(size for name, size in update.items() if name not in ("stage", "peak"))
+    known = viewed.state_of(run, "")["lines"]["stamp"], 5
+    view_runs.write_memory(run, 5)
+    assert viewed.state_of(run, "", known)["memory"]["step"] == 5
+    for path in (run / memory.MEMORY).iterdir():
+        path.unlink()
+    assert viewed.state_of(run, "")["memory"] is None
 
 
 LINES = st.lists(st.sampled_from(["line", "cut", "rest", "damaged", "again", "look"]), max_size=12)

@@ -112,6 +112,11 @@ def test_the_overview_names_what_a_run_is(saved, window):
     ):
         assert words in text, words
     assert page.locator("figure.chart canvas").count() >= 3
+    assert "Memory of step 6" in text
+    assert page.locator(".memory .stack").count() == 2
+    assert page.locator(".memory .stack").last.get_attribute("aria-label") == (
+        "update_actor: parameters 4 GiB, moments 8 GiB, gradients 2 GiB, activations 5 GiB"
+    )
     assert page.locator(".timeline rect").count() == 9
     page.locator(".timeline rect").first.focus()
     assert "gen, step 4" in page.inner_text(".readout-line")

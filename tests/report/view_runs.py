@@ -13,7 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fppo.runs import memory
 from fppo.runs.jsonl import JsonLines
+from fppo.runs.memory import StageMemory
 from fppo.runs.sample_files import SAMPLES
 
 ARABIC = "مرحبا بالعالم: الجواب ٤٢"
@@ -59,7 +61,21 @@ def write_run(run: Path, *, steps: int = 6, seed: int = 0, lr: float = 1e-6, row
         spans = [["step", at, 2.0], ["gen", at + 0.1, 1.0], ["reward", at + 1.1, 0.1], ["update_actor", at + 1.3, 0.6]]
         log.write({"step": step, "spans": spans, "calls": []})
     log.close()
+    write_memory(run, 2, steps)
     return run
+
+
+def write_memory(run: Path, *steps: int, ranks: int = 2) -> None:
+    """The memory of two stages on each rank, of which the last has most."""
+    state = {"parameters": 4 << 30, "moments": 8 << 30}
+    (run / memory.MEMORY).mkdir(exist_ok=True)
+    for step in steps:
+        for rank in range(ranks):
+            gen = state | {"gradients": 0, "cache": 3 << 30, "activations": 1 << 28}
+            update = state | {"gradients": 2 << 30, "cache": 0, "activations": (4 + rank) << 30}
+            rows = {"gen": gen, "update_actor": update}
+            stages = [StageMemory(stage=name, peak=sum(row.values()), **row) for name, row in rows.items()]
+            memory.write(run / memory.MEMORY / f"step_{step:08d}_rank_{rank}.json", step, stages)
 
 
 def write_table(run: Path, step: int, rows: pa.Table) -> Path:

@@ -1,5 +1,7 @@
 """The embedded engine samples from the model itself: its log-probs are those of transformers' forward pass."""
 
+import gc
+import weakref
 from collections import Counter
 
 import attrs
@@ -13,6 +15,7 @@ from fppo.data.stops import StopTexts
 from fppo.key import Key
 from fppo.models.precision import KeepDouble
 from fppo.rollout import embedded
+from fppo.rollout.answered import answered
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.sampling import process_logits
@@ -25,6 +28,7 @@ KERNELS = Kernels.named()
 LENGTHS = (4, 1, 7, 2, 5, 7)
 STOPS = (5, 9, 20)
 PAD = 0
+CPU = torch.device("cpu")
 
 
 def make_prompts(lengths=LENGTHS, *, seed=0, extra=0, row_ids=None):
@@ -133,6 +137,21 @@ def test_the_record():
         assert (out.rollout_log_probs[row, :count] < 0).all()
     samples = {tuple(response) for response in out.tokens[:3, 9:].tolist()}
     assert len(samples) > 1
+
+
+def test_keys_and_values_are_freed_with_the_engine():
+    """At once, not when Python looks for circles: the update needs the memory."""
+    model, params = make("qwen2")
+    gc.collect()
+    gc.disable()
+    try:
+        with engine_of(model).open(params) as requests:
+            answered(requests, Ask(make_prompts(), Sampling(max_tokens=2), Key(0)), pad_token_id=PAD, device=CPU)
+            alive = weakref.ref(requests)
+            del requests
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_t_is_the_longest_response():

@@ -38,6 +38,13 @@ export function duration(seconds) {
   return seconds < 3600 ? `${(seconds / 60).toFixed(1)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
 
+// Bytes in the unit that fits: "512 B", "1.5 MiB", "24 GiB"; a dash for none.
+export function bytes(x) {
+  if (!isNumber(x)) return "–";
+  const power = Math.min(Math.floor(Math.log2(Math.max(x, 1)) / 10), 4);
+  return `${short(x / 1024 ** power)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+}
+
 // A value of the settings as text.
 export function shown(value) {
   if (value === null || value === undefined) return "–";

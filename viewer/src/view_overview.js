@@ -4,6 +4,7 @@ import { chart } from "./charts.js";
 import { command, el, heading, segments } from "./dom.js";
 import { commands } from "./detail.js";
 import { counted, duration, isNumber, short, shown } from "./format.js";
+import { memory } from "./memory.js";
 import { points } from "./series.js";
 import { timeline } from "./timeline.js";
 
@@ -41,6 +42,7 @@ export function overviewView(app, go) {
       ...truth(run),
       ...stages(run),
       ...(run.work.length ? [section("Timeline of the last steps", timeline(run.work, app.palette))] : []),
+      ...(run.memory ? [section(`Memory of step ${run.memory.step}`, memory(run.memory.stages, app.palette))] : []),
       ...settings(run),
       section(
         "Commands",

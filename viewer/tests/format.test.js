@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { counted, duration, nearest, short, shown, signed, tail } from "../src/format.js";
+import { bytes, counted, duration, nearest, short, shown, signed, tail } from "../src/format.js";
 
 test("numbers are short and say what they are", () => {
   const cases = [
@@ -25,6 +25,21 @@ test("numbers are short and say what they are", () => {
     const text = short(x, 4).replace("k", "e3");
     assert.ok(Math.abs(Number(text) - x) <= 0.005 * Math.abs(x), `${x} as ${text}`);
   }
+});
+
+test("bytes have the unit that fits", () => {
+  const cases = [
+    [0, "0 B"],
+    [512, "512 B"],
+    [1023, "1023 B"],
+    [1024, "1 KiB"],
+    [1.5 * 2 ** 20, "1.5 MiB"],
+    [24 * 2 ** 30, "24 GiB"],
+    [2 ** 45, "32 TiB"],
+    [2 ** 55, "32.8k TiB"],
+    [null, "–"],
+  ];
+  for (const [x, text] of cases) assert.equal(bytes(x), text);
 });
 
 test("spans of time", () => {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 import attrs
@@ -14,7 +14,7 @@ from fppo.studies.plan.case import TRAINED, Case, Pace
 from fppo.studies.plan.host import state_of
 from fppo.studies.plan.pace import paced
 from fppo.studies.plan.passes import Built
-from fppo.studies.plan.plan import Plan, plan
+from fppo.studies.plan.plan import OUTSIDE, Plan, plan
 from fppo.studies.plan.run import case_of
 from fppo_kernels.table import Kernels
 
@@ -29,6 +29,7 @@ class RunNeeds:
     gpu: str  # what a rank runs on
     ranks: int
     memory: float  # of the rank that holds most
+    tensors: Mapping[str, float]  # of it, those of tensors at the peak of each stage, the rollout's where it is planned
     available: float  # memory of a rank
     host: float  # memory of a rank's process on the host
     step: float  # seconds of a step, if all responses are as long as they may be; without rewards by functions
@@ -67,6 +68,7 @@ def needs_of(
         gpu=planned.case.hardware.name,
         ranks=planned.case.world,
         memory=planned.needs,
+        tensors=_tensors(planned),
         available=planned.case.hardware.memory,
         host=0.0 if planned.host is None else planned.host.needs,
         step=step,
@@ -78,6 +80,15 @@ def needs_of(
         model=model,
         disk=(of.checkpoint.keep + 1) * checkpoint + model + samples,
     )
+
+
+def _tensors(planned: Plan) -> dict[str, float]:
+    """Bytes of tensors on the fullest rank at the peak of each stage. A rollout of vLLM is left out: other processes
+    and torch's allocator share its memory."""
+    own = planned.rollout if planned.case.sampling and planned.case.sampling.engine == "embedded" else None
+    rollout = {} if own is None else {"rollout": own.total - own.memory[OUTSIDE]}
+    stays = 0.0 if own is None else own.stays
+    return rollout | {stage.name: stage.total - stage.memory[OUTSIDE] + stays for stage in planned.stages}
 
 
 def _pace_of(case: Case, kernels: Kernels) -> Pace | None:

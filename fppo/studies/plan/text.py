@@ -134,6 +134,20 @@ def _sizes(
     return Table(title, [name for name, _ in columns], rows, [form(sum(each.values())) for _, each in columns])
 
 
+def of_peaks(rows: Mapping[str, tuple[float, float | None]]) -> Table:
+    """A table of planned bytes by name, beside those of a run (None: not measured)."""
+    large = max(planned for planned, _ in rows.values()) >= 0.1 * GIB
+    form, unit = (gib, "GiB") if large else (_mib, "MiB")
+    cells = {
+        name: [form(x), "" if y is None else form(y), "" if y is None else f"{y / x:.2f}"]
+        for name, (x, y) in rows.items()
+    }
+    title = (
+        f"tensors of a rank at the peak of each stage, {unit}, as fppo check and fppo plan count them and as they were"
+    )
+    return Table(title, ("planned", "this run", "ratio"), list(cells.items()))
+
+
 def of_plan(plan: Plan, helping: Sequence[Remedy] | None) -> list[Section]:
     """Sections on a plan, and on the changes with which it would fit."""
     title = "memory of a rank, GiB, at the peak of each stage"
