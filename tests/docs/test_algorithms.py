@@ -26,7 +26,8 @@ def heading_of(block: Block) -> str:
 def test_the_file_of_an_algorithm_is_a_run_behind_the_first_one(block):
     settings = files.check(files.from_dict(tomllib.loads(BASE.text + block.text)))
     assert settings.has_reward
-    assert idle_lines(settings) == []  # all that it sets has an effect
+    idle = [line for line in idle_lines(settings) if settings.actor.loss.keywords or "actor.loss" not in line]
+    assert idle == []  # all that it sets has an effect
     assert settings.model.path == "Qwen/Qwen2.5-0.5B-Instruct"
 
 
