@@ -232,7 +232,12 @@ class Built:
         cuts = self.cuts(case, name) if own is None else _stages_of(case, own)
         prepared = self._prepared(case, name, None if own is None else sum(own), mesh)
         placed = _adapted(prepared.on(mesh, cuts), case, name)
-        return attrs.evolve(placed, compute_dtype=case.compute_dtype, checkpoint_layers=case.checkpoint_layers)
+        return attrs.evolve(
+            placed,
+            compute_dtype=case.compute_dtype,
+            checkpoint_layers=case.checkpoint_layers,
+            mlp_slice_tokens=case.mlp_slice_tokens,
+        )
 
     def run(self, case: Case, name: str, layers: int, make: Callable[[], list[Phase]]) -> list[Phase]:
         """The phases of a case's stage with `layers` layers; the last few results are cached."""
