@@ -90,6 +90,18 @@ def test_mlps_are_found_by_what_they_do():
             find_mlps(model.skeleton)
 
 
+def test_an_mlp_that_mixes_tokens_is_left_whole():
+    model, _ = families.make("llama")
+    first, second = (model.skeleton.get_submodule(f"{layer}.mlp") for layer in model.layers)
+
+    class Mixing(type(second)):
+        def forward(self, x):
+            return super().forward(x - x.mean(-2, keepdim=True))
+
+    second.__class__ = Mixing
+    assert [model.skeleton.get_submodule(path) for path in find_mlps(model.skeleton)] == [first]
+
+
 @pytest.mark.parametrize("how", HOW)
 def test_adapters_are_trained_and_their_base_is_not(how):
     model, params = families.make("qwen2")
@@ -219,7 +231,7 @@ def test_updates_keep_the_law_of_layouts():
 
 
 def wide():
-    model = models.build(tiny.config(intermediate_size=128, max_position_embeddings=512))
+    model = models.build(tiny.config(intermediate_size=128, max_position_embeddings=1024))
     return model, models.init_params(model, Key(0))
 
 
@@ -237,7 +249,7 @@ def peak(model, params, batch, *, trains=True):
 def test_long_rows_take_less_memory():
     """Of an MLP eight times as wide as the model: at most 0.6 beside recomputed layers, and in a pass alone."""
     model, params = wide()
-    batch = tiny.experience(5, 1, prompt=250, response=250, dtype=torch.float32)
+    batch = tiny.experience(5, 1, prompt=500, response=500, dtype=torch.float32)
     for how in ("selective", True):
         assert peak(sliced(model, 32, how), params, batch) < 0.6 * peak(sliced(model, None, how), params, batch)
     whole, cut = (peak(sliced(model, size), params, batch, trains=False) for size in (None, 32))
