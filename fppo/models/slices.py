@@ -85,8 +85,8 @@ def _apart(parameter: Tensor) -> tuple[tuple[Tensor, ...], Form]:
         tensors, form = _apart(weight)
         return (*tensors, a, b), lambda own: Adapted.of(Parts(form(own), next(own), next(own), scale, flipped))
     if isinstance(parameter, Quantised):
-        kind, codes, scales, *rest = parameter.stored
-        return (codes, scales), lambda own: Quantised.of(Stored(kind, next(own), next(own), *rest))
+        kind, codes, scales, shape, dtype, turned = parameter.stored
+        return (codes, scales), lambda own: Quantised.of(Stored(kind, next(own), next(own), shape, dtype, turned))
     return (parameter,), next
 
 
