@@ -192,7 +192,7 @@ def check_models(inputs: Inputs) -> Iterator[Check]:
 
 def _kernel_checks(inputs: Inputs) -> Iterator[Check]:
     names, s = kernels_named(inputs.settings), inputs.settings
-    if kernels_need_check(names, compiled=s.model.compile_layers):
+    if kernels_need_check(names, compiled=s.model.compile_layers) or s.model.mlp_slice_tokens is not None:
         for role, build in _builders(inputs).items():
             axes = axes_at(s.placement, role, s.mesh)
             yield lambda build=build, axes=axes: check_kernels(names, build(), axes)

@@ -103,9 +103,9 @@ def load_actor(section: ModelSettings, critic: CriticSettings, mesh: Mesh) -> tu
 
 
 def _as_set(model: Model, section: ModelSettings) -> Model:
-    """The model, set to compile its layers and to train its vision tower as the settings say."""
+    """The model, set to compile its layers, slice its MLPs and train its vision tower as the settings say."""
     vision = model.vision and attrs.evolve(model.vision, trains=not section.freeze_vision)
-    return attrs.evolve(model, compile_layers=section.compile_layers, vision=vision)
+    return attrs.evolve(model, **only(section, "compile_layers", "mlp_slice_tokens"), vision=vision)
 
 
 def base_dtype(section: ModelSettings, critic: CriticSettings) -> torch.dtype:

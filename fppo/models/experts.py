@@ -51,7 +51,7 @@ class Dispatched:
             replace(base.skeleton, path, lambda _, own=experts: ExpertsSeam(own, region, self.sizes, block))
         layout = self.layout(axis, base.layout)
         placed = attrs.evolve(base, shapes=layout.shapes, layout=layout, unplaced=self.model)
-        placed._copies.kept = OWN, {False: base.skeleton}  # this thread's own already
+        placed._copies.kept = (OWN, None), {False: base.skeleton}  # this thread's own already
         return placed
 
 

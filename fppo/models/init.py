@@ -50,6 +50,7 @@ def as_critic(model: Model, params: Params, key: Key, *, outputs: int = 1) -> tu
         checkpoint_layers=model.checkpoint_layers,
         trust_remote_code=model.trust_remote_code,
     )
-    critic = attrs.evolve(critic, compile_layers=model.compile_layers, vision=model.vision)
+    how = {"compile_layers": model.compile_layers, "mlp_slice_tokens": model.mlp_slice_tokens}
+    critic = attrs.evolve(critic, **how, vision=model.vision)
     copied = {name: params[name].clone() for name in critic.shapes if name in params}
     return critic, copied | init_value_head(critic, key, next(iter(params.values())).dtype)

@@ -22,6 +22,7 @@ from fppo.models.logits import LogitForm, measure_logits
 from fppo.models.precision import NarrowDefault
 from fppo.models.recompute import Recompute
 from fppo.models.rows import packed_attention, padded_attention
+from fppo.models.slices import find_mlps, put_slices
 from fppo.models.states import ALONE, has_attention, put_mixers, slides_along, stateful_layers
 from fppo.models.vision import Vision, parts_of, put_attention, takes_images, vision_of
 from fppo.runtime.layout import Cut, Extent, Layout
@@ -32,6 +33,7 @@ __all__ = ["HeadKind", "Model", "Params", "build", "packed_attention", "padded_a
 
 Params = dict[str, Tensor]
 HeadKind = Literal["lm", "value"]
+Kept = tuple[Inner, int | None]  # what a copy of a skeleton was made for: its kernels, and the tokens of a slice
 BUILDING = threading.RLock()  # transformers builds with torch's process-wide default dtype and generator
 SCORE_WEIGHT, SCORE_BIAS = "score.weight", "score.bias"
 
@@ -61,6 +63,7 @@ class Model:
     Parameters are cast to `compute_dtype` inside a pass, except those that transformers keeps in float32 beside it
     (`pass_dtype`). `checkpoint_layers` recomputes layers in the backward pass, whole or, if "selective", all but their
     attention. `compile_layers` runs layers as programs of torch.compile in `hidden_states`, which round differently.
+    `mlp_slice_tokens` has MLPs compute so many tokens at a time, and again in the backward pass (`slices`).
     `attrs.evolve(model, checkpoint_layers=True)` changes these.
     """
 
@@ -81,6 +84,7 @@ class Model:
     compute_dtype: torch.dtype | None = None
     checkpoint_layers: Recompute = False
     compile_layers: bool = False
+    mlp_slice_tokens: int | None = None
     trust_remote_code: bool = False
     layout: Layout | None = None  # of a model placed on tensor, expert and pipeline axes: the cuts that give `shapes`
     spans: tuple[Span, ...] = ()  # this rank's stages of a pipeline
@@ -202,8 +206,9 @@ class Model:
         """A skeleton for this thread, since passes put tensors into it: outside the main thread a copy. With kernels
         `inner` it has seams that call them; the copy for the last kernels is cached.
 
-        Raises ValueError for a kernel without a module to replace, and for `compiled` layers without a compiler, on a
-        tensor or expert axis, with recurrent states, or with kernels in C++ or Triton.
+        Raises ValueError for a kernel without a module to replace, for slices without an MLP that can be cut, and for
+        `compiled` layers with slices, without a compiler, on a tensor or expert axis, with recurrent states, or with
+        kernels in C++ or Triton.
         """
         if compiled and self.layout is not None and max(self.layout.ranks, self.layout.expert[1]) > 1:
             raise ValueError(
@@ -219,16 +224,24 @@ class Model:
             raise ValueError(
                 "layers with kernels in C++ or Triton cannot be compiled: leave these or compile_layers out"
             )
-        if inner == OWN and not compiled and threading.current_thread() is threading.main_thread():
+        slices = self.mlp_slice_tokens
+        if compiled and slices is not None:
+            raise ValueError("compiled layers compute their MLPs whole: leave mlp_slice_tokens or compile_layers out")
+        plain = inner == OWN and not compiled and slices is None
+        if plain and threading.current_thread() is threading.main_thread():
             return self.skeleton
-        kept: tuple[Inner, dict[bool, PreTrainedModel]] | None = getattr(self._copies, "kept", None)
-        if kept is None or kept[0] != inner:
-            self._copies.kept = kept = inner, {}
+        kept: tuple[Kept, dict[bool, PreTrainedModel]] | None = getattr(self._copies, "kept", None)
+        if kept is None or kept[0] != (inner, slices):
+            self._copies.kept = kept = (inner, slices), {}
         if compiled not in kept[1]:
             skeleton = copy.deepcopy(self.skeleton)
-            put_kernels(self.text_of(skeleton), inner)
+            text = self.text_of(skeleton)
+            mlps = () if slices is None else find_mlps(text)
+            put_kernels(text, inner)
             if compiled:
-                compile_layers(self.text_of(skeleton))
+                compile_layers(text)
+            if slices is not None:
+                put_slices(text, mlps, slices)
             kept[1][compiled] = skeleton
         return kept[1][compiled]
 

@@ -65,7 +65,7 @@ class Narrowed:
             layout=layout,
             unplaced=self.model,
         )
-        placed._copies.kept = OWN, {False: skeleton}  # this thread's own already
+        placed._copies.kept = (OWN, None), {False: skeleton}  # this thread's own already
         return placed
 
 

@@ -74,7 +74,7 @@ class _Calls:
 
     def __init__(self) -> None:
         # the hooks outside the checkpoint; a saved output must be a copy, or it forms a cycle with its node
-        self._keep, self._give = _hooks() or (Tensor.detach, lambda kept: kept)
+        self._keep, self._give = saved_hooks() or (Tensor.detach, lambda kept: kept)
         self._calls: list[_AttentionCall] = []
         self._made = False
 
@@ -104,7 +104,7 @@ class _Calls:
         inputs = _inputs(query, key, value, layer)
         owners = {(x.untyped_storage()._cdata, x.dtype): number for number, x in enumerate(inputs)}
         keep, give = self._keep, self._give
-        pack_again, unpack_again = cast(Hooks, _hooks())
+        pack_again, unpack_again = cast(Hooks, saved_hooks())
         views: list[_AttentionView] = []
 
         def pack(x: Tensor) -> Any:
@@ -132,7 +132,7 @@ class _Calls:
         inputs, call = _inputs(query, key, value, layer), next(calls)
         if [_Layout.of(x) for x in inputs] != call.inputs:
             raise RuntimeError("a recomputed layer called attention with inputs of another layout")
-        pack_again, _ = cast(Hooks, _hooks())
+        pack_again, _ = cast(Hooks, saved_hooks())
         for number, layout in call.views:
             pack_again(inputs[number].detach().as_strided(*layout))
         return self._give(call.output).detach().requires_grad_(call.trains)
@@ -147,6 +147,6 @@ def _over(attend: Attend, own: Attend) -> Attend:
     return attrs.evolve(attend, attend=own) if isinstance(attend, RowWise) else own
 
 
-def _hooks() -> Hooks | None:
+def saved_hooks() -> Hooks | None:
     """The innermost saved-tensor hooks, which are the only ones that torch calls; None without any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]

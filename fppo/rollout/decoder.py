@@ -21,6 +21,7 @@ from fppo.models.model import Model
 from fppo.models.quantised import Quantised
 from fppo.models.regions import BlockSeam, EmbeddingSeam
 from fppo.models.seams import Attend, AttentionLayer, LayerSeam
+from fppo.models.slices import MlpSeam
 from fppo_kernels.collectives import Axis, all_reduce
 from fppo_kernels.linear.onednn import packed
 from fppo_kernels.linear.plain import plain
@@ -258,8 +259,10 @@ def _known(module: nn.Module, kind: str) -> bool:
 
 
 def _inside(module: Any) -> Any:
-    """The module itself, without the wrapper in which a tensor axis exchanges tokens."""
-    return module._inner[0] if isinstance(module, BlockSeam | EmbeddingSeam) else module
+    """The module itself, without the wrappers in which a tensor axis exchanges tokens, or an MLP is cut."""
+    while isinstance(module, BlockSeam | EmbeddingSeam | MlpSeam):
+        module = module._inner[0]
+    return module
 
 
 def _turn(layer: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:

@@ -73,6 +73,8 @@ def hindrances(model: Model, kernels: Kernels, mesh: Mesh) -> Iterator[str]:
         yield "an adapter is merged to decode, and runs beside its base in training"
     if model.compile_layers:
         yield "compiled layers are programs for each number of rows"
+    if model.mlp_slice_tokens is not None:
+        yield "MLPs in slices of tokens cut products otherwise than decoding does"
     yield from _other_kernels(model, kernels)
     if mesh.ring and mesh["context"].size > 1:
         yield f"a context axis of {mesh['context'].size} ranks merges attention from parts in a ring"

@@ -84,6 +84,8 @@ def _model(s: TrainSettings) -> Problems:
     ):
         for path, value, why in found(s) if on is True else ():
             yield problem_at(s, setting, f"{path} = {value!r} {why}; leave one of them out")
+    if s.model.compile_layers and s.model.mlp_slice_tokens is not None:
+        yield problem_at(s, "model.mlp_slice_tokens", "compiled layers compute their MLPs whole; leave one of them out")
     if not s.algorithm.uses_critic:
         yield from unread_problems(s, ["model.critic_path"], 'algorithm.advantage = "gae"')
     elif not s.uses_critic_model:

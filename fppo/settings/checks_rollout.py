@@ -183,6 +183,7 @@ def exact_hindrances(s: TrainSettings) -> Iterator[str]:
         ("model.compute_dtype", model.compute_dtype == "float16", "has no exact kernels"),
         ("model.remove_padding", not model.remove_padding, "runs padded rows, for which nothing is promised"),
         ("model.compile_layers", model.compile_layers, "makes programs for each number of rows"),
+        ("model.mlp_slice_tokens", model.mlp_slice_tokens is not None, "cuts products otherwise than decoding does"),
         ("model.lora", model.lora.used, "is merged to decode, and runs beside its base in training"),
         ("placement", bool(places_of(s.placement)), "may run on other machines"),
         ("algorithm.correction.name", algorithm.correction.name != "none", "has nothing to weigh"),

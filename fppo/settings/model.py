@@ -87,6 +87,8 @@ class ModelSettings:
     """Tokens per pass without a gradient (old log-probs, reference, teacher, values, rewards); None: as the actor's."""
     checkpoint_layers: Literal["selective"] | bool = setting(False)
     """Recompute each layer in the backward pass: less memory, more time; selective: all of it but its attention."""
+    mlp_slice_tokens: int | None = setting(None, at_least(1))
+    """Tokens that an MLP computes at a time, and again in the backward pass: less memory in long rows; None: all."""
     compile_layers: bool = setting(False)
     """Run layers as programs of torch.compile (not in engines), made when first needed, in seconds to minutes."""
     graphs: Literal["auto"] | bool = setting("auto")

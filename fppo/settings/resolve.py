@@ -160,6 +160,7 @@ def hindrances(s: TrainSettings) -> list[tuple[str, Any, str]]:
         ("model.remove_padding", not model.remove_padding, "runs rows of any width"),
         ("model.share_prompts", model.share_prompts is True, "lets rows share tokens"),
         ("model.checkpoint_layers", bool(model.checkpoint_layers), "computes layers again"),
+        ("model.mlp_slice_tokens", model.mlp_slice_tokens is not None, "computes MLPs again"),
         ("model.compile_layers", model.compile_layers, "may compile a layer in any pass"),
         ("model.offload_activations", model.offload_activations, "moves memory in every pass"),
         ("model.attention", own, "plans on the host, by the lengths of rows"),

@@ -118,7 +118,8 @@ def alone(name: str, tokens: int, error: str) -> RunFailed:
     found = printable(error.partition("\n")[0], 300)
     return RunFailed(
         f"{name}: one row of {tokens} tokens does not fit into memory by itself ({found}); shorten rows "
-        "(rollout.max_tokens, data.max_prompt_tokens), or set model.checkpoint_layers, model.offload or model.lora: "
+        "(rollout.max_tokens, data.max_prompt_tokens), or set model.checkpoint_layers, "
+        "model.mlp_slice_tokens, model.offload or model.lora: "
         "docs/guides/memory.md"
     )
 

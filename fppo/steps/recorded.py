@@ -185,7 +185,8 @@ def records(model: Model, mesh: Mesh) -> bool:
     """Whether passes of a model over packed rows can be recorded at all."""
     whole = model.layout is None and not model.spans and all(mesh[name].size == 1 for name in AXES)
     plain = not (model.stateful or model.routers) and model.vision is None and longest_row(model.config) is None
-    return whole and plain and not model.checkpoint_layers and not model.compile_layers
+    once = not model.checkpoint_layers and model.mlp_slice_tokens is None
+    return whole and plain and once and not model.compile_layers
 
 
 def sizes_of(masks: Masks) -> Sizes:

@@ -246,6 +246,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "model__compute_dtype": "bfloat16",
             "model__checkpoint_layers": True,
+            "model__mlp_slice_tokens": 64,
             "critic__compute_dtype": "float32",
             "critic__checkpoint_layers": False,
             "critic__loss": "two_hot",
@@ -257,6 +258,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             {"forward.model.compute_dtype": torch.bfloat16, "forward.model.checkpoint_layers": True},
         )
         | at(ANSWERS, {"model.compute_dtype": torch.bfloat16, "model.checkpoint_layers": True})
+        | at([*PASSES, *UPDATES, "program.annotate.passes.balance"], {"forward.model.mlp_slice_tokens": 64})
+        | at(ANSWERS, {"model.mlp_slice_tokens": 64})
         | at(
             [PASSES[2], UPDATES[1]],
             {"forward.read()": "placed_values", "forward.read.low": -2.0, "forward.read.high": 3.0},

@@ -83,7 +83,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Model):
         adapter = value.frozen and str(value.frozen.lora)
         yield from {"head": value.head, "width": value.config.hidden_size, "layers": len(value.layers)}.items()
-        yield from only(value, "compute_dtype", "checkpoint_layers", "compile_layers", "trust_remote_code").items()
+        names = ("compute_dtype", "checkpoint_layers", "compile_layers", "mlp_slice_tokens", "trust_remote_code")
+        yield from only(value, *names).items()
         yield "adapter", adapter
     elif isinstance(value, Kernels):
         yield from ((x.name, _name(getattr(value, x.name))) for x in attrs.fields(Kernels))

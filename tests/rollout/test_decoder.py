@@ -71,7 +71,10 @@ def test_a_model_with_a_module_of_another_kind_runs_as_it_is():
             return 2 * super().forward(x)
 
     for name in KNOWN:
-        assert models.bind(*make(name), decoder.decoder_of) is not None
+        model, params = make(name)
+        for tokens in (None, 3):  # an MLP in slices is whole for one token
+            own = attrs.evolve(model, mlp_slice_tokens=tokens)
+            assert models.bind(own, params, decoder.decoder_of) is not None
     for name in ("gemma2", "cohere", "granite", "smollm3", "qwen3_moe", "phi3", "gpt2"):
         assert models.bind(*make(name), decoder.decoder_of) is None
     model, params = make("llama")

@@ -208,6 +208,7 @@ def test_what_cannot_be_exact_is_refused_by_name():
         ({"vision": True}, {}, ["model type 'qwen2' takes images"]),
         ({"frozen": True}, {}, ["an adapter is merged to decode"]),
         ({"compile_layers": True}, {}, ["compiled layers are programs"]),
+        ({"mlp_slice_tokens": 64}, {}, ["MLPs in slices of tokens cut products"]),
         ({}, {"context": 2}, []),
         ({}, {"ring": True}, []),
         ({}, {"context": 2, "ring": True}, ["a context axis of 2 ranks merges attention"]),

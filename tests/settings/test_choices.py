@@ -132,6 +132,7 @@ GRAPHS: dict[str, tuple[Any, Any, bool]] = {  # a value that hinders, as it is s
     "model.remove_padding": (False, False, True),
     "model.share_prompts": (True, True, True),
     "model.checkpoint_layers": ("selective", "selective", True),
+    "model.mlp_slice_tokens": (64, 64, True),
     "model.compile_layers": (True, True, True),
     "model.offload_activations": (True, True, True),
     "model.attention": ("sdpa", "sdpa", True),

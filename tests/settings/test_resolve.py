@@ -142,6 +142,7 @@ def test_a_vllm_that_runs_captures_graphs_on_a_gpu(machine, eager):
         (H100, {"model.attention": "flex"}, False, "model.attention = 'flex' plans on the host, by the lengths"),
         (H100, {"model.attention": "mine:attend"}, False, None),
         (H100, {"model.checkpoint_layers": True}, False, "model.checkpoint_layers = True computes layers again"),
+        (H100, {"model.mlp_slice_tokens": 64}, False, "model.mlp_slice_tokens = 64 computes MLPs again"),
         (H100, {"model.offload": "moments"}, False, None),
         (H100, {"rollout.engine": "vllm"}, False, None),
         (H100, {"rollout.ahead": 1}, False, "rollout.ahead = 1 runs other work on the GPU meanwhile"),

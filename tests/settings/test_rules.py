@@ -192,6 +192,7 @@ OF_ADAPTERS: list[Rule] = [
     (LORA | VLLM | {"model.lora.send": "alone"}, {"rollout.engine": "embedded"}, ["model.lora.send"]),
     (LORA | VLLM | {"rollout.vllm.send": "changed"}, {"model.lora.send": "alone"}, ["rollout.vllm.send"]),
     (LORA, {"model.compile_layers": True}, ["model.compile_layers"]),
+    ({"model.mlp_slice_tokens": 64}, {"model.compile_layers": True}, ["model.mlp_slice_tokens"]),
     (LORA | {"model.offload": "moments"}, {"model.offload": "all"}, ["model.offload"]),
     (LORA | {"critic.offload": "moments"}, {"critic.offload": "all"}, ["critic.offload"]),
     (LORA | {"critic.offload": "all", "model.lora.critic_rank": 0}, {"model.lora.critic_rank": 1}, ["critic.offload"]),

@@ -140,12 +140,13 @@ def test_a_recorded_critic_with_several_outputs_is_the_plain_one():
     ],
 )
 def test_models_whose_passes_are_as_long_as_any_are_recorded(name, records_):
-    """But not those whose routers are read, and no model that is cut, recomputed or compiled."""
+    """But not those whose routers are read, and no model that is cut, recomputed (its MLPs alone, too) or compiled."""
     model, _ = make(name)
     assert records(model, recorded.LOCAL) is records_
     if records_:
         assert not records(attrs.evolve(model, checkpoint_layers=True), recorded.LOCAL)
         assert not records(attrs.evolve(model, compile_layers=True), recorded.LOCAL)
+        assert not records(attrs.evolve(model, mlp_slice_tokens=64), recorded.LOCAL)
         for axis in ("replicate", "shard", "sequence", "context", "tensor", "expert", "pipeline"):
             mesh = Mesh({axis: Axis(2, 0)})
             assert not records(model, mesh), axis

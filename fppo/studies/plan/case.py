@@ -300,6 +300,7 @@ class Case:
     lora_base: Kind | None = None  # the code of the base's linear layers, if quantised
     compute_dtype: torch.dtype | None = torch.bfloat16
     checkpoint_layers: Recompute = False
+    mlp_slice_tokens: int | None = None  # tokens that an MLP computes at a time, and again in the backward pass
     log_probs: str = "chunked"
     packs: bool = False  # whether the embedded engine packs small weights, for oneDNN's products on a CPU
     graphs: bool = False  # whether passes of few tokens are recorded as CUDA graphs, where possible

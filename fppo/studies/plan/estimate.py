@@ -295,7 +295,8 @@ def _moving(case: Case, name: str, facts: Facts) -> float:
         return gathered + 4 * width * _tokens(case) * facts.hidden
     grads = 4 * (_own(case, facts) if case.sharding.stage > 1 else whole)
     grads += 8 * cut / layers  # a layer's whole gradients, and the packed copy for their sum
-    inside = _KEPT_LAYER * facts.hidden + 4.0 * facts.inner + _KEPT_ROWS * facts.chosen * facts.hidden
+    sliced = 1.0 if case.mlp_slice_tokens is None else min(1.0, case.mlp_slice_tokens / _tokens(case))
+    inside = _KEPT_LAYER * facts.hidden + 4.0 * sliced * facts.inner + _KEPT_ROWS * facts.chosen * facts.hidden
     of_layer = 2.0 * facts.hidden + inside / case.size("tensor")
     again = facts.hidden * (1.0 + (case.checkpoint_layers == "selective") / case.size("tensor"))  # attention's output
     kept = layers * (again if case.checkpoint_layers else of_layer) * case.in_flight / case.virtual_stages

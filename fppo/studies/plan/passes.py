@@ -182,7 +182,12 @@ def model_of(case: Case, name: str, layers: int | None = None) -> Model:
     config = config if layers is None else with_layers(config, layers)
     again = case.checkpoint_layers
     model = models.build(config, HEADS[name], compute_dtype=case.compute_dtype, checkpoint_layers=again)
-    return _adapted(model, case, name)
+    return _adapted(attrs.evolve(model, mlp_slice_tokens=_slice_of(case, name)), case, name)
+
+
+def _slice_of(case: Case, name: str) -> int | None:
+    """The tokens of a slice of a model's MLPs; None if they are whole, as a reward model's are."""
+    return None if name == REWARD else case.mlp_slice_tokens
 
 
 def _adapted(model: Model, case: Case, name: str) -> Model:
@@ -232,7 +237,12 @@ class Built:
         cuts = self.cuts(case, name) if own is None else _stages_of(case, own)
         prepared = self._prepared(case, name, None if own is None else sum(own), mesh)
         placed = _adapted(prepared.on(mesh, cuts), case, name)
-        return attrs.evolve(placed, compute_dtype=case.compute_dtype, checkpoint_layers=case.checkpoint_layers)
+        return attrs.evolve(
+            placed,
+            compute_dtype=case.compute_dtype,
+            checkpoint_layers=case.checkpoint_layers,
+            mlp_slice_tokens=_slice_of(case, name),
+        )
 
     def run(self, case: Case, name: str, layers: int, make: Callable[[], list[Phase]]) -> list[Phase]:
         """The phases of a case's stage with `layers` layers; the last few results are cached."""

@@ -171,6 +171,7 @@ def _head(case: Case, parameters: Mapping[str, int]) -> Section:
     again = f", {RECOMPUTED[case.checkpoint_layers]}" if case.checkpoint_layers else ""
     again += {"none": "", "moments": ", moments on the host", "all": ", state on the host"}[case.offload]
     again += ", activations on the host" * case.offload_activations
+    again += "" if case.mlp_slice_tokens is None else f", MLPs in slices of {case.mlp_slice_tokens:,} tokens"
     base = passes if case.lora_base is None else f"{case.lora_base} and {passes}"
     nodes = f", {hardware.per_node} to a node" if case.world > 1 and hardware.on_gpu else ""
     return [

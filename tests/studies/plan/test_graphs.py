@@ -60,6 +60,7 @@ def test_a_plan_says_in_words_what_waits_for_launches_and_what_is_recorded():
     [
         {"mesh": {"replicate": 2}},
         {"checkpoint_layers": True},
+        {"mlp_slice_tokens": 64},
         {"hardware": hardware_of("cpu")},
         {"offload": "all"},
         {"graphs": False},

@@ -111,6 +111,14 @@ def test_an_update_holds_and_sends_what_was_planned(mesh, stage, again, log_prob
 
 
 @pytest.mark.slow
+def test_mlps_in_slices_are_planned():
+    what = case(layers=2, tokens=256, length=256, micro_batches=1, checkpoint_layers="selective", mlp_slice_tokens=32)
+    holds(what, UPDATE)
+    whole, cut = (passes.run_stage(each, UPDATE) for each in (attrs.evolve(what, mlp_slice_tokens=None), what))
+    assert peak_of(cut)[1].total < peak_of(whole)[1].total
+
+
+@pytest.mark.slow
 def test_attention_that_is_kept_is_planned():
     """Its output and a float32 number for each head, for no work beyond that of layers that are kept."""
     gpu = hardware_of("h100")

@@ -170,6 +170,7 @@ def test_a_plan_in_words():
         ({"lora": Lora(8, 1.0), "lora_base": None}, "adapters of rank 8 on a frozen base in bfloat16"),
         ({"lora": Lora(8, 1.0), "lora_base": "nf4"}, "adapters of rank 8 on a frozen base in nf4 and bfloat16"),
         ({"virtual_stages": 2}, "stage 3, 2 stages on each rank"),
+        ({"mlp_slice_tokens": 4096}, "activations on the host, MLPs in slices of 4,096 tokens"),
         ({"mesh": {}}, "1 x h100, 79.1 GiB each: pipeline 1"),
         ({"mesh": {**CASE.mesh, "expert": 2}, "load": 1.5}, "experts: the planned rank's have 1.50 times the mean"),
         (
