@@ -281,6 +281,13 @@ def _compare(given: Arguments) -> int:
     return compare.compare(settings, given.options, train)
 
 
+def _env(given: Arguments) -> None:
+    """Print versions, machine, kernels and extras, for a report of a problem: fppo env [--json]"""
+    from fppo.commands import env
+
+    env.show(given.options)
+
+
 def _completion(given: Arguments) -> None:
     """Print a script that completes commands and settings in a shell: fppo completion bash|zsh|fish"""
     if len(given.own) != 1:
@@ -395,5 +402,6 @@ COMMANDS: dict[str, Command] = {
     ),
     "plan": _of_run(_plan, f"[FILE.toml] {_OPTION}", PlanSettings, more=_PLANNED, problems=None),
     "bias": _of_run(_bias, f"[FILE.toml] {_OPTION}", BiasSettings, more=_STUDIED, problems=None),
+    "env": Command(_env, "[--json]", options.EnvOptions),
     "completion": Command(_completion, "bash|zsh|fish", more=completion.ADVICE),
 }
