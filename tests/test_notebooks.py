@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests import tiny_run
+
 NOTEBOOKS = Path(__file__).parent.parent / "experiments" / "notebooks"
 ORDER = ("quickstart", "own_loss", "look")  # the last reads the run of the first
 
@@ -55,9 +57,40 @@ def test_notebooks_run_and_show_what_they_are_for(tmp_path, monkeypatch):
         assert any("image/png" in output.get("data", {}) for output in outputs), name
         said = "".join(output.get("text", "") for output in outputs)
         if name != "look":
+            assert any("<progress" in output.get("data", {}).get("text/html", "") for output in outputs), name
             assert re.search(r"step 2/2 .*reward", said), name
         if name == "own_loss":
             assert "spo keeps the laws" in said
             assert "averaged" in said
         if name == "look":
             assert any("<span" in output.get("data", {}).get("text/html", "") for output in outputs)
+
+
+CELL = """
+import fppo
+
+def score(sample):
+    return float("1" in sample.response)
+
+rows = [{"prompt": f"{a}+1="} for a in range(9)]
+settings = {"rollout": {"batch_size": 8, "max_tokens": 3}, "seed": 1}
+run = fppo.train(model="start", prompts=rows, reward=score, steps=2, settings=settings, output_dir="run")
+print(run.settings["reward.functions"], len(run.metrics()))
+"""
+
+
+@pytest.mark.slow
+def test_a_function_of_a_notebook_is_a_reward_and_the_curves_are_shown(tmp_path, monkeypatch):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    tiny_run.write_task(tmp_path)
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
+    nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    (cell,) = book.cells
+    said = "".join(output.get("text", "") for output in cell.outputs)
+    assert "step 2/2" in said
+    assert "['fppo.train:score'] 2" in said
+    shown = [output["data"] for output in cell.outputs if "data" in output]
+    assert any("value='2'" in data.get("text/html", "") for data in shown)  # the bar, at its end
+    assert any("image/png" in data for data in shown)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from fppo.data.curriculum import Curriculum
 from fppo.fields import only
 from fppo.losses import ValueHead
 from fppo.pipeline.checks import SCREENED, Usage, screened
-from fppo.rewards.functions import RewardFn, WeightedSum
+from fppo.rewards.functions import Reward, RewardFn, WeightedSum
 from fppo.rewards.resolve import combine
 from fppo.runtime.offload import Lane, offloaded_adamw
 from fppo.settings import files
@@ -124,9 +125,15 @@ def curriculum_of(part: Component) -> Curriculum | None:
     return curriculum
 
 
-def reward_of(section: RewardSettings, extra: Mapping[str, tuple[RewardFn, float]], *, max_tokens: int) -> WeightedSum:
+def reward_of(
+    section: RewardSettings,
+    extra: Mapping[str, tuple[RewardFn, float]],
+    *,
+    max_tokens: int,
+    own: Mapping[str, Reward] = MappingProxyType({}),
+) -> WeightedSum:
     """The sum of the settings' reward functions and of `extra` ones, by name with their weights, for responses of at
-    most `max_tokens` tokens."""
+    most `max_tokens` tokens. `own` has functions that are not imported by their names."""
     return combine(
         section.functions,
         section.weights,
@@ -134,6 +141,7 @@ def reward_of(section: RewardSettings, extra: Mapping[str, tuple[RewardFn, float
         max_tokens=max_tokens,
         overlong_penalty=1.0 if section.overlong_penalty is None else section.overlong_penalty,
         extra=extra,
+        own=own,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Generic, Self, TypeVar, overload
 
 import attrs
@@ -35,7 +36,7 @@ from fppo.data.problems import lines_of, together
 from fppo.fleet import HERE, AnyGroup, Here, LocalGroup
 from fppo.key import Key
 from fppo.models.load import read_config
-from fppo.rewards.functions import WeightedSum
+from fppo.rewards.functions import Reward, WeightedSum
 from fppo.rewards.models import find_reward_model
 from fppo.rollout.engine import Sampling
 from fppo.runtime.mesh import LOCAL, Mesh
@@ -126,6 +127,7 @@ class Inputs:
     own_kernels: Kernels | None = None  # in place of those that the settings name
     own_device: torch.device | None = None  # likewise
     own_tokenizer: PreTrainedTokenizerBase | None = None  # likewise
+    own_rewards: Mapping[str, Reward] = MappingProxyType({})  # by name, in place of importing these
     made: dict[str, Any] = attrs.field(factory=dict, init=False, repr=False)  # by part: value and error, one of them
 
     def need(self, *parts: Callable[[Inputs], object]) -> Self:
@@ -161,7 +163,9 @@ class Inputs:
     def rewards(self) -> WeightedSum:
         """The rewards by functions."""
         section, most = self.settings.reward, self.settings.rollout.max_tokens
-        return reward_of(section, {}, max_tokens=most) if section.functions else WeightedSum(())
+        if not section.functions:
+            return WeightedSum(())
+        return reward_of(section, {}, max_tokens=most, own=self.own_rewards)
 
     @part
     def loggers(self) -> Mapping[str, Callable[..., Any]]:

@@ -89,7 +89,12 @@ def scoring(
     with (
         judge_of(here, inputs) as judge,
         rewards.RewardRunner(
-            reward_of(section, {**scorer, **judge, **environment}, max_tokens=settings.rollout.max_tokens)
+            reward_of(
+                section,
+                {**scorer, **judge, **environment},
+                max_tokens=settings.rollout.max_tokens,
+                own=inputs.own_rewards,
+            )
             if settings.has_reward
             else WeightedSum(()),
             time_limit=section.time_limit,

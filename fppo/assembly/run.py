@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -47,6 +48,7 @@ from fppo.pipeline.program import Base, Draw, Program, RunState
 from fppo.pipeline.stages import environment_metrics
 from fppo.pipeline.train import StepsOf, iterate
 from fppo.pipeline.truth import Known, critic_truth, one_answer, right_answers
+from fppo.rewards.functions import Reward
 from fppo.rollout.engine import Engine
 from fppo.rollout.pool import EnginePool, Generate, PlacedEngine, Policy
 from fppo.rollout.turns.engine import TurnsEngine
@@ -123,16 +125,19 @@ def assemble(
     device: torch.device | None = None,
     places: RolePlaces = ALL_HERE,
     announce: Callable[[Sequence[str]], None] = lambda lines: None,
+    rewards: Mapping[str, Reward] = MappingProxyType({}),
 ) -> Iterator[Assembly]:
     """The run that the settings describe, before its first step. Invalid settings are raised before any work.
 
-    `kernels` and `device` replace those that the settings name. On a `mesh` this is one rank's part of the run;
-    sampling and scoring use the groups of `sampling_mesh`, which sampling ahead needs. `announce` gets lines on what is
-    loaded. `places` has the roles and the engines that run elsewhere, as `placement.roles` says.
+    `kernels` and `device` replace those that the settings name, as `rewards` do, by name, for reward functions. On a
+    `mesh` this is one rank's part of the run; sampling and scoring use the groups of `sampling_mesh`, which sampling
+    ahead needs. `announce` gets lines on what is loaded. `places` has the roles and the engines that run elsewhere, as
+    `placement.roles` says.
     """
     settings, chosen = resolved(settings, device)
     section, rollout, key, sampling_mesh = settings.model, settings.rollout, Key(settings.seed), sampling_mesh or mesh
-    inputs = Inputs(settings=settings, mesh=mesh, own_kernels=kernels, own_device=device).need(*TRAIN)
+    inputs = Inputs(settings=settings, mesh=mesh, own_kernels=kernels, own_device=device, own_rewards=rewards)
+    inputs = inputs.need(*TRAIN)
     device, pad = batch_device_of(places.roles, inputs.device, settings.model_roles), inputs.prompts.pad_token_id
     home = devices.home_of(device)
     plain, _ = resolved(TrainSettings(model=ModelSettings(cpp=section.cpp)), inputs.device)

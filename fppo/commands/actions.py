@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import attrs
 import torch
@@ -33,6 +34,7 @@ from fppo.quickstart import word_problems
 from fppo.report import write as report
 from fppo.report.card import Exported, Form, add_card
 from fppo.report.diff import diff as compare_runs
+from fppo.rewards.functions import Reward
 from fppo.runs import bits, evaluations, jsonl, origins, sampling, saved, session, starts
 from fppo.runs.loggers import METRICS
 from fppo.runs.resuming import check_bases
@@ -60,14 +62,19 @@ class CommandRank:
 ALONE = CommandRank()
 
 
-def train(settings: TrainSettings, here: CommandRank = ALONE) -> int:
-    """Train, export the policy and write the report; returns 130 if stopped before the last step, else 0."""
+def train(
+    settings: TrainSettings, here: CommandRank = ALONE, *, rewards: Mapping[str, Reward] = MappingProxyType({})
+) -> int:
+    """Train, export the policy and write the report; returns 130 if stopped before the last step, else 0.
+
+    `rewards` has, by name, reward functions that only this process has.
+    """
     _check_directory(settings, here)
     directory, restarts = Path(settings.output_dir), Restarts(settings.placement.restarts)
     while True:
         try:
             _on_threads_of_run(settings, here)
-            with _assemble(settings, here, announce=_say(here)) as assembly:
+            with _assemble(settings, here, announce=_say(here), rewards=rewards) as assembly:
                 at_end = partial(_finish, assembly, directory, here)
                 run = session.run_training(settings, assembly, here.watch, at_end=at_end)
                 if is_first(here.mesh) and run.step == settings.steps:
@@ -407,7 +414,10 @@ def diff(first: Path, second: Path) -> int:
 
 @contextlib.contextmanager
 def _assemble(
-    settings: TrainSettings, here: CommandRank, announce: Callable[[Sequence[str]], None] = lambda lines: None
+    settings: TrainSettings,
+    here: CommandRank,
+    announce: Callable[[Sequence[str]], None] = lambda lines: None,
+    rewards: Mapping[str, Reward] = MappingProxyType({}),
 ) -> Iterator[Assembly]:
     """Assemble a run without transformers' progress bars; packages of untested versions are named on stderr."""
     transformers_logging.disable_progress_bar()
@@ -429,6 +439,7 @@ def _assemble(
             device=here.device,
             places=places,
             announce=announce,
+            rewards=rewards,
         ) as assembly,
     ):
         yield assembly

@@ -138,7 +138,7 @@ def _quickstart(given: Arguments) -> int:
 
 def _train(given: Arguments) -> Callable[[], int]:
     """Train your own model: fppo train FILE.toml [--nproc 2] [--actor.optimizer.lr 1e-6 ...]"""
-    settings = files.load(given.file, given.flags, look=partial(_look, given.processes, exports=True))
+    settings = files.load(given.file, given.flags, look=partial(look, given.processes, exports=True))
     from fppo.commands import actions, distributed
 
     return distributed.placed(actions.train, settings, ["train", *given.own], *given.processes)
@@ -156,7 +156,7 @@ def _sft(given: Arguments) -> Callable[[], int]:
 
 def _check(given: Arguments) -> int:
     """Look a run over without starting it: problems, memory and time, prompts, rewards: fppo check FILE.toml"""
-    settings, known = files.examined(given.file, given.flags, look=partial(_look, given.processes, exports=True))
+    settings, known = files.examined(given.file, given.flags, look=partial(look, given.processes, exports=True))
     from fppo.commands import check
 
     where, ranks = given.file or "the settings", given.processes.nproc
@@ -165,7 +165,7 @@ def _check(given: Arguments) -> int:
 
 def _rollout(given: Arguments) -> Callable[[], int]:
     """Sample, score and save responses without training: fppo rollout FILE.toml [--nproc 2] [--steps 10 ...]"""
-    settings = files.load(given.file, given.flags, look=partial(_look, given.processes))
+    settings = files.load(given.file, given.flags, look=partial(look, given.processes))
     from fppo.commands import actions, distributed
 
     return distributed.placed(actions.rollout, settings, ["rollout", *given.own], *given.processes, trains=False)
@@ -274,13 +274,20 @@ def _audit(given: Arguments) -> int:
 
 def _compare(given: Arguments) -> int:
     """Train and compare variants over several seeds: fppo compare FILE.toml --vary critic.loss=mse,hl_gauss"""
-    settings = files.load(given.file, given.flags, look=partial(_look, given.processes))
+    settings = files.load(given.file, given.flags, look=partial(look, given.processes))
     from fppo.commands import actions, compare, distributed
 
     def train(settings: TrainSettings, file: Path) -> int:
         return distributed.placed(actions.train, settings, ["train", str(file)], *given.processes)()
 
     return compare.compare(settings, given.options, train)
+
+
+def _env(given: Arguments) -> None:
+    """Print versions, machine, kernels and extras, for a report of a problem: fppo env [--json]"""
+    from fppo.commands import env
+
+    env.show(given.options)
 
 
 def _completion(given: Arguments) -> None:
@@ -319,7 +326,7 @@ def _no_file(command: str) -> int:
     return 2
 
 
-def _look(
+def look(
     processes: LaunchOptions, settings: TrainSettings, known: Sequence[Problem], *, exports: bool = False
 ) -> list[Problem]:
     """All problems with files, rows, modules, devices and other things that settings name, as far as visible before the
@@ -398,5 +405,6 @@ COMMANDS: dict[str, Command] = {
     ),
     "plan": _of_run(_plan, f"[FILE.toml] {_OPTION}", PlanSettings, more=_PLANNED, problems=None),
     "bias": _of_run(_bias, f"[FILE.toml] {_OPTION}", BiasSettings, more=_STUDIED, problems=None),
+    "env": Command(_env, "[--json]", options.EnvOptions),
     "completion": Command(_completion, "bash|zsh|fish", more=completion.ADVICE),
 }

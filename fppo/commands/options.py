@@ -156,6 +156,14 @@ class TraceOptions:
 
 
 @attrs.frozen(kw_only=True)
+class EnvOptions:
+    """Print versions, machine, kernels and extras, for a report of a problem. It holds no names, paths or variables."""
+
+    json: bool = False
+    """Print it as JSON."""
+
+
+@attrs.frozen(kw_only=True)
 class DiffOptions:
     """Print the first difference of two runs: the step, and the stage that made it. Exits with 0 if equal, else 1."""
 

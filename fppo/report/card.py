@@ -23,7 +23,7 @@ from fppo.runs.markdown import escaped, fenced, table
 from fppo.runtime import exports
 from fppo.runtime.gguf_files import SMOL, gguf_of
 from fppo.settings import files
-from fppo.settings.modules import own_functions
+from fppo.settings.modules import GIVEN, own_functions
 from fppo.settings.train import TrainSettings
 
 CARD = "README.md"
@@ -227,7 +227,10 @@ def _again(exported: Exported) -> str:
     command = fenced(f'pip install "{pinned}"\nfppo train run.toml', "bash")
     settings = fenced(_settings(exported.settings), "toml")
     notes = [f"`run.toml` holds the settings that differ from the defaults:\n\n{settings}"]
-    if own := sorted({function.partition(":")[0] for _, function in own_functions(exported.settings)}):
+    modules = {function.partition(":")[0] for _, function in own_functions(exported.settings)}
+    if GIVEN in modules:
+        notes.append("It needs rewards that were functions of the program that called fppo.train.")
+    if own := sorted(modules - {GIVEN}):
         notes.append(f"It needs the modules {', '.join(map(escaped, own))}, which are not part of this export.")
     if starts.source(exported.run_dir) is not None:
         begun = starts.first(exported.run_dir)

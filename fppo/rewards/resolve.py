@@ -14,15 +14,23 @@ from fppo.rewards.functions import Reward, RewardFn, WeightedSum, weighted_sum
 from fppo.workers.imports import imported
 from fppo.workers.sample import name_of
 
+GIVEN = "fppo.train"  # in place of a module, in the names of functions that this function was given
 
-def resolve(name: str, keywords: Mapping[str, Any] | None = None) -> Reward:
-    """The reward of a name: a built-in one, or "module:function", found in the working directory too.
+
+def resolve(
+    name: str, keywords: Mapping[str, Any] | None = None, own: Mapping[str, Reward] = MappingProxyType({})
+) -> Reward:
+    """The reward of a name: one of this process's `own`, a built-in one, or "module:function", found in the working
+    directory too.
 
     `keywords` are bound to it; a function of keywords alone is a factory of the reward. Raises ValueError for an
-    unknown name, and for unknown or missing keywords.
+    unknown name, for a function that another program gave to `fppo.train`, and for unknown or missing keywords.
     """
-    known, keywords = builtins(), dict(keywords or {})
-    if ":" in name:
+    known, keywords = {**builtins(), **own}, dict(keywords or {})
+    if name.partition(":")[0] == GIVEN and name not in own:
+        advice = "call fppo.train there again, or move the function to a module and name it module:function"
+        raise ValueError(f"the reward {name!r} is a function of the program that called fppo.train; {advice}")
+    if ":" in name and name not in own:
         fn = imported(name, "reward", also=WeightedSum)
     elif name in known:
         fn = known[name]
@@ -64,20 +72,21 @@ def combine(
     overlong_buffer: int = 0,
     overlong_penalty: float = 1.0,
     extra: Mapping[str, tuple[RewardFn, float]] | None = None,
+    own: Mapping[str, Reward] = MappingProxyType({}),
 ) -> WeightedSum:
     """The weighted sum of rewards by name; no weights: 1 for each.
 
     `arguments` are keywords of the functions, by their names. An `overlong_buffer` above 0 adds a `length_penalty` of
     that buffer with the weight `overlong_penalty`, a term of its own for estimators that read named scores. `extra`
-    adds functions by name, such as a reward model, each with its weight. Raises ValueError for duplicate names, and as
-    `resolve` does.
+    adds functions by name, such as a reward model, each with its weight; `own` has functions that are not imported by
+    their names. Raises ValueError for duplicate names, and as `resolve` does.
     """
     if weights and len(weights) != len(names):
         raise ValueError(f"{len(weights)} weights for {len(names)} rewards; give one for each, or none")
     functions: dict[str, Reward] = {}
     factors: dict[str, float] = {}
     for number, name in enumerate(names):
-        fn = resolve(name, arguments.get(name))
+        fn = resolve(name, arguments.get(name), own)
         label = name if isinstance(fn, WeightedSum) else name_of(fn)
         label = label.rpartition(":")[2]
         if label in functions:

@@ -323,7 +323,32 @@ class LiveConsole:
         self._progress.stop()
 
 
+class NotebookConsole:
+    """A progress bar above one line per step, for notebooks."""
+
+    def __init__(self, steps: int, *, first_step: int = 0) -> None:
+        from IPython.display import ProgressBar
+
+        self._lines, self._bar = PlainConsole(steps, first_step=first_step), ProgressBar(steps)
+        self._bar.display()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the step's line, and advance the bar."""
+        self._lines.log(step, metrics)
+        self._bar.progress = step
+
+    def close(self) -> None:
+        """Do nothing: the bar stays, where it stands."""
+
+
+def in_notebook() -> bool:
+    """True if a notebook shows what this process prints."""
+    from rich.console import Console
+
+    return "IPython" in sys.modules and Console().is_jupyter
+
+
 def console(steps: int, *, first_step: int = 0) -> Logger:
-    """The live console if standard output is a terminal, else one plain line per step."""
-    kind = LiveConsole if sys.stdout.isatty() else PlainConsole
+    """The console of a terminal or a notebook, with a progress bar, else one plain line per step."""
+    kind = LiveConsole if sys.stdout.isatty() else NotebookConsole if in_notebook() else PlainConsole
     return kind(steps, first_step=first_step)

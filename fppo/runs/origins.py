@@ -46,7 +46,7 @@ class Origin:
 
 def origin_of(settings: TrainSettings) -> Origin:
     """The current origin of a run with these settings."""
-    versions = {"python": platform.python_version(), "fppo": metadata.version("fppo"), **_installed()}
+    versions = {"python": platform.python_version(), "fppo": metadata.version("fppo"), **installed()}
     places = {"fppo": Path(__file__)}
     code = {}
     for _, function in modules.own_functions(settings):
@@ -59,7 +59,7 @@ def origin_of(settings: TrainSettings) -> Origin:
 
 
 @functools.cache
-def _installed() -> Mapping[str, str]:
+def installed() -> Mapping[str, str]:
     """The versions of fppo's installed requirements, read once in a process."""
     versions = {}
     for name in sorted({Requirement(line).name for line in metadata.requires("fppo") or ()}):
@@ -178,4 +178,4 @@ def untested(versions: Mapping[str, str], required: Sequence[str]) -> list[str]:
 def untested_here() -> list[str]:
     """Describe installed packages whose versions are outside fppo's requirements, one line each; see `untested`."""
     required = [line for line in metadata.requires("fppo") or () if Requirement(line).marker is None]
-    return untested(_installed(), required)
+    return untested(installed(), required)

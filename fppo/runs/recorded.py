@@ -13,6 +13,7 @@ import pyarrow as pa
 from fppo.runs import jsonl, sample_files, starts
 from fppo.runs.loggers import METRICS
 from fppo.runs.sample_files import SAMPLES
+from fppo.settings.places import MODEL
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,6 +34,14 @@ class RecordedRun:
     def sampled(self) -> tuple[int, ...]:
         """The steps whose rows are kept."""
         return tuple(sample_files.files(self.directory / SAMPLES))
+
+    @property
+    def model(self) -> Path:
+        """The directory of the trained policy, for `AutoModelForCausalLM.from_pretrained`. Raises ValueError until the
+        last step has written it."""
+        if not (path := self.directory / MODEL).is_dir():
+            raise ValueError(f"{path}: no model; a run writes it after its last step, fppo export of any checkpoint")
+        return path
 
     def metrics(self) -> pd.DataFrame:
         """All metrics, with the step as index. A metric that a step lacks is nan."""

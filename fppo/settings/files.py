@@ -11,7 +11,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
@@ -72,16 +72,17 @@ def examined(
     path: str | os.PathLike[str] | None = None,
     overrides: Sequence[str] = (),
     *,
+    tables: Mapping[str, Any] = MappingProxyType({}),
     look: Callable[[TrainSettings, Sequence[Problem]], Iterable[Problem]] = lambda settings, problems: (),
     run: str | os.PathLike[str] | None = None,
 ) -> tuple[TrainSettings, list[Problem]]:
-    """The settings of a TOML file (none: the defaults) with command-line `overrides`, and all problems with them.
+    """The settings of a TOML file (none: of `tables`) with command-line `overrides`, and all problems with them.
 
     `look` finds further problems, such as in the files that settings name. Settings that a run has written are adapted
     to where the run is now: in the directory `run` (none: the file's own directory, if a run has written it).
     A malformed value is a problem, and its setting has the default. Raises SettingsError for a file that is not TOML.
     """
-    values = {} if path is None else read_toml(path)
+    values = tables if path is None else read_toml(path)
     settings, problems = read_section(TrainSettings, values, paths=list(paths()))
     remembered: tuple[str, ...] = ()  # by a run, and maybe gone since then
     if run is not None:
@@ -125,6 +126,34 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise SettingsError(["it is not TOML of settings: it is nested too deep"], source=str(path)) from None
     except ValueError as error:
         raise SettingsError([f"it is not TOML: {error}"], source=str(path)) from error
+
+
+def by_path(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Pairs of path and value of settings that are given by their paths, in sections, or both."""
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping) and path not in paths():
+            yield from by_path(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def nested(values: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], list[Problem]]:
+    """The tables of settings in pairs of path and value, and the problems of those given twice or in a setting."""
+    tables: dict[str, Any] = {}
+    problems: list[Problem] = []
+    of_parts = {path for path, _, _ in parts(TrainSettings())}
+    for path, value in values:
+        section, _, name = (f"{path}.name" if path in of_parts else path).rpartition(".")
+        try:
+            table = _table_at(tables, section)
+        except WrongSetting as error:
+            problems.append(error.problem)
+            continue
+        if name in table:
+            problems.append(Problem(path, value, "it is given twice; give it once"))
+        table[name] = value
+    return tables, problems
 
 
 def from_dict(values: Mapping[str, Any]) -> TrainSettings:

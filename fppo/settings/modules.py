@@ -12,6 +12,7 @@ import attrs
 from fppo._errors import did_you_mean, nearest
 from fppo.fields import Problem
 from fppo.rewards.builtin import builtins
+from fppo.rewards.resolve import GIVEN
 from fppo.settings.component import parts, spec_of
 from fppo.settings.learning import AlgorithmSettings
 from fppo.settings.model import ModelSettings
@@ -71,7 +72,8 @@ def module_problems(settings: TrainSettings) -> list[Problem]:
     search([*settings.module_dirs, os.getcwd()])
     absent = ((name, _wrong(name)) for name in settings.model.import_)
     lines += [Problem("model.import", name, text) for name, text in absent if text is not None]
-    wrong = ((setting, name, _wrong(*name.split(":", 1))) for setting, name in own_functions(settings))
+    imported = [(setting, name) for setting, name in own_functions(settings) if name.partition(":")[0] != GIVEN]
+    wrong = ((setting, name, _wrong(*name.split(":", 1))) for setting, name in imported)
     return [*lines, *(Problem(setting, name, text) for setting, name, text in wrong if text is not None)]
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from fppo import quickstart
 from fppo.assembly import trials
-from fppo.commands import ablate, actions, audit, bias, cli, compare, distributed, plan, view
+from fppo.commands import ablate, actions, audit, bias, cli, compare, distributed, env, plan, view
 from fppo.commands import check as checking
 from fppo.report import timeline, write
 from fppo.runs import copies
@@ -62,6 +62,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     reached(write, "write_report")
     reached(timeline, "write")
     reached(view, "view")
+    reached(env, "show")
     return names
 
 

@@ -545,6 +545,9 @@ def test_a_card_says_what_repeats_the_run(tmp_path):
     assert "began from" not in text
     without = exported(tmp_path / "without", more={"reward.functions": ["exact_match"]})
     assert "It needs" not in section(without, "Repeat it")
+    given = section(exported(tmp_path / "given", more={"reward.functions": ["fppo.train:score"]}), "Repeat it")
+    assert "It needs rewards that were functions of the program that called fppo.train." in given
+    assert "modules" not in given
     shutil.rmtree(made.run_dir / "starts")
     other, moved = str(tmp_path / "other" / "step_00000007"), {"seed": 5, "data.path": ["/a/b.jsonl"]}
     for step, change in ((7, {"resume": other}), (8, {"seed": 5}), (9, moved), (10, {"seed": 6})):

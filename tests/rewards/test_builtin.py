@@ -106,6 +106,15 @@ def test_rewards_by_name(tmp_path, monkeypatch):
         rewards.resolve("broken_reward:score")
 
 
+def test_a_function_of_this_process_is_the_reward_of_its_name_and_of_no_other_process():
+    own = {"fppo.train:score": lambda sample, *, factor=1.0: factor}
+    assert rewards.resolve("fppo.train:score", None, own)(None) == 1.0
+    (term,) = rewards.combine(["fppo.train:score"], arguments={"fppo.train:score": {"factor": 2.0}}, own=own).terms
+    assert (term.name, term.fn(None)) == ("<lambda>", 2.0)
+    with pytest.raises(ValueError, match=r"of the program that called fppo\.train; call fppo\.train there again"):
+        rewards.resolve("fppo.train:score")
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "text"),
     [

@@ -123,6 +123,19 @@ def test_the_live_console_shows_the_same_numbers(capsys):
     assert isinstance(loggers.console(3), loggers.PlainConsole)
 
 
+def test_a_notebook_gets_a_bar_above_the_same_lines(capsys):
+    """Outside of a notebook, IPython shows the bar as text."""
+    pytest.importorskip("IPython")
+    log = loggers.NotebookConsole(4)
+    log.log(1, {"critic/score/mean": 0.5})
+    log.close()
+    begun, line, bar = capsys.readouterr().out.splitlines()
+    assert begun == f"[{' ' * 60}] 0/4"
+    assert line.startswith("step 1/4  reward 0.500")
+    assert bar == f"[{'=' * 15}{' ' * 45}] 1/4"
+    assert not loggers.in_notebook()
+
+
 def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
     calls: list[tuple[str, Any]] = []
 
