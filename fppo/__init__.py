@@ -7,11 +7,10 @@ does, and `fppo.open(RUN)` looks into the record of a run. Importing this packag
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fppo.commands.from_python import train
+    from fppo.commands.from_python import train as train
     from fppo.runs.recorded import open_run
 
     open = open_run
-    __all__ = ["open", "train"]
     __version__: str
 else:
 

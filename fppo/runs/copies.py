@@ -269,7 +269,7 @@ class Copies:
         start = time.monotonic()
         try:
             sent = copy(self._directory, self._remote, step, keep=self._keep)
-            result.set_result({"perf/copied_gb": sent / 1e9, "perf/copy_seconds": time.monotonic() - start})
+            result.set_result({"perf/copied_gb": sent / 2**30, "perf/copy_seconds": time.monotonic() - start})
         except BaseException as error:
             failed = error if isinstance(error, RemoteError) else RemoteError(words_of(error))
             text = f"the checkpoint of step {step} is not copied to {self._remote.address}: {failed}"
