@@ -118,7 +118,7 @@ def test_versions_outside_of_the_bounds_are_told(capsys, monkeypatch, task):
     assert told[0] == "torch 2.15.0 is outside the versions fppo was tested with, <2.15,>=2.11"
     assert told[1].startswith("tyro 1.1.0rc1 is outside")
     with monkeypatch.context() as patched:
-        patched.setattr(origins, "_installed", origins._installed.__wrapped__)
+        patched.setattr(origins, "installed", origins.installed.__wrapped__)
         patched.setattr(origins.metadata, "requires", lambda name: ["numpy<1", "attrs", 'pytest<1; extra == "test"'])
         assert [line.split()[0] for line in origins.untested_here()] == ["numpy"]
     monkeypatch.setattr(origins, "untested_here", lambda: told)
