@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Generic, Self, TypeVar, overload
 
 import attrs
@@ -127,7 +126,7 @@ class Inputs:
     own_kernels: Kernels | None = None  # in place of those that the settings name
     own_device: torch.device | None = None  # likewise
     own_tokenizer: PreTrainedTokenizerBase | None = None  # likewise
-    own_rewards: Mapping[str, Reward] = MappingProxyType({})  # by name, in place of importing these
+    own_rewards: Mapping[str, Reward] = attrs.field(factory=dict)  # by name, in place of importing these
     made: dict[str, Any] = attrs.field(factory=dict, init=False, repr=False)  # by part: value and error, one of them
 
     def need(self, *parts: Callable[[Inputs], object]) -> Self:

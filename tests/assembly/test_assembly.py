@@ -299,7 +299,8 @@ def test_every_part_of_the_library_is_a_setting_by_its_name():
     assert set(named["VALUE_HEADS"]) == public(losses, "ValueHead")
     assert set(named["CORRECTIONS"]) == public(losses, "Correction")
     of_policy = {path for path in public(losses, "tuple[Tokens, Metrics]") if ".value:" not in path}
-    selections = {path for path in public(losses, "Mask") if "select_" in path}
+    by_entropy = {"fppo.losses.selection:select_entropy"}  # by actor.top_entropy_share
+    selections = {path for path in public(losses, "Mask") if "select_" in path} - by_entropy
     assert set(named["POLICY_LOSSES"]) == of_policy | selections
     assert {f"{fn.__module__}:{name}" for name, fn in losses.POLICY_LOSSES.items()} == {
         path for (path, *more) in tables.POLICY_LOSSES.values() if not more
