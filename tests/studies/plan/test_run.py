@@ -14,7 +14,7 @@ from fppo.studies.plan import needs
 from fppo.studies.plan.case import GIB, PRESETS, Case, PlannedSampling, Role, hardware_of
 from fppo.studies.plan.estimate import Seconds
 from fppo.studies.plan.passes import model_of
-from fppo.studies.plan.plan import Plan, Stage
+from fppo.studies.plan.plan import OUTSIDE, Plan, Stage
 from fppo.studies.plan.rollout import PlannedRollout
 from fppo.studies.plan.run import budgeted, case_of, engines_of, part_of
 from tests import tiny_run
@@ -209,9 +209,10 @@ def test_engines_of_a_pool_have_its_ranks_and_the_rows_of_the_settings(tmp_path,
 
 def planned_of(what: Case, seconds: dict[str, float], rollout: float) -> Plan:
     """A plan whose stages take so long."""
-    stages = tuple(Stage(name, "", {"x": 5.0}, {}, Seconds(x, 0.0, 0.0), 0.0) for name, x in seconds.items())
+    memory = {"x": 5.0, OUTSIDE: 0.0}
+    stages = tuple(Stage(name, "", memory, {}, Seconds(x, 0.0, 0.0), 0.0) for name, x in seconds.items())
     numbers = dict.fromkeys((x.name for x in attrs.fields(PlannedRollout)), 0)
-    sampled = PlannedRollout(**numbers | {"memory": {}, "prefill": rollout})
+    sampled = PlannedRollout(**numbers | {"memory": {OUTSIDE: 0.0}, "prefill": rollout})
     return Plan(what, {}, {}, stages, rollout=sampled)
 
 
