@@ -54,7 +54,7 @@ class MlpSeam(nn.Module):
         if not torch.is_grad_enabled():
             return _joined(module, x, tokens)
         parts = {name: _apart(parameter) for name, parameter in named.items()}
-        work = _Work(module, tokens, {name: form for name, (_, form) in parts.items()})
+        work = _SliceCall(module, tokens, {name: form for name, (_, form) in parts.items()})
         return _Slices.apply(work, x, *(tensor for tensors, _ in parts.values() for tensor in tensors))  # type: ignore[return-value]
 
 
@@ -63,7 +63,7 @@ def _by_rows(parameter: Tensor) -> bool:
     return isinstance(parameter, Adapted) and isinstance(parameter.parts, Several)
 
 
-class _Work(NamedTuple):
+class _SliceCall(NamedTuple):
     """An MLP, the number of tokens of a slice, and how its parameters are made of tensors. It holds no tensors: these
     would escape the saved-tensor hooks of recomputed layers."""
 
@@ -109,7 +109,7 @@ class _Slices(torch.autograd.Function):
     """An MLP in slices, from its input and the tensors of its parameters."""
 
     @staticmethod
-    def forward(ctx: Any, work: _Work, x: Tensor, *tensors: Tensor) -> Tensor:  # torch's signature
+    def forward(ctx: Any, work: _SliceCall, x: Tensor, *tensors: Tensor) -> Tensor:  # torch's signature
         ctx.work, hooks = work, saved_hooks()
         if hooks is None:
             ctx.kept = None
