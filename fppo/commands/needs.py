@@ -60,7 +60,7 @@ def lines_at_end(
 ) -> list[str]:
     """Lines that compare a run with its plan: for a long one the time of a step with the median in `records`, the
     metrics of its steps, and the memory with the run's peak; for one with `log.memory_steps` the memory of its stages.
-    None for a run that is neither or cannot be planned."""
+    Empty for a run that is neither, or that cannot be planned."""
     seconds = [x["timing_s/step"] for x in records if "timing_s/step" in x]
     stages = memory.peaks(memory.read(Path(settings.output_dir), settings.log.memory_steps))
     long = sum(seconds) >= _LEAST
@@ -81,7 +81,7 @@ def lines_at_end(
 
 def memory_lines(planned: Mapping[str, float], stages: Mapping[str, float], peaks: Sequence[float]) -> list[str]:
     """A table of planned bytes of tensors by stage beside those of the run, `stages` where they were looked at, and of
-    its largest peak; with a line if that is off by more than `GAP`. None without peaks."""
+    its largest peak; with a line if that is off by more than `GAP`. Empty without peaks."""
     if not peaks or not planned:
         return []
     most, peak = max(planned.values()), max(peaks)

@@ -10,10 +10,10 @@ import contextlib
 import re
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -24,6 +24,7 @@ from fppo.runs import sample_files
 from fppo.runs.sample_files import SAMPLES
 from fppo.runs.starts import CHECKPOINTS
 from fppo.runtime import checkpoint
+from fppo.runtime.checkpoint import begin_aside
 from fppo.runtime.exports import sync
 from fppo.runtime.mesh import AXES, Mesh, any_rank, ranks_on
 from fppo.runtime.remote import Files, Remote, RemoteError, digest_of
@@ -212,7 +213,7 @@ class Copies:
         checkpoint.drop_old(path.parent, self._keep, spare=spare)
 
     def numbers(self) -> dict[str, float]:
-        """The seconds and GB of a copy that has ended since the last call; then the next one begins."""
+        """The seconds and GiB of a copy that has ended since the last call; then the next one begins."""
         numbers: dict[str, float] = {}
         if self._copying is not None and self._copying[1].done():
             with contextlib.suppress(RemoteError):  # it was said
@@ -253,8 +254,7 @@ class Copies:
         if self._copying is None and self._waiting is not None:
             step, self._waiting, result = self._waiting, None, Future[dict[str, float]]()
             self._copying = step, result
-            # a daemon, as the writer of checkpoints: a process that fails ends at once, and leaves an incomplete copy
-            threading.Thread(target=self._run, args=(step, result), name=f"copy of step {step}", daemon=True).start()
+            begin_aside(partial(self._run, step, result), name=f"copy of step {step}")
 
     def _ended(self) -> dict[str, float]:
         """Wait for the copy under way, and return its numbers. Raises RemoteError."""

@@ -10,6 +10,7 @@ import json
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +37,7 @@ __all__ = [
     "Contents",
     "Pending",
     "RemoteParts",
+    "begin_aside",
     "begin_save",
     "drop_old",
     "load",
@@ -152,11 +154,17 @@ def begin_save(
         number = parts.files if share.tensors else None
     mine = on_host(share.written(mesh), copy=True)
     job = _Job(attempt, number, mine, share.cuts, contents, places, count, keep)
-    try:  # a daemon: a process that fails elsewhere ends at once, and leaves a draft
-        threading.Thread(target=job.run, args=(result,), name=f"checkpoint of step {step}", daemon=True).start()
-    except RuntimeError:  # there is no memory, or no process number, for another thread
-        job.run(result)
+    begin_aside(partial(job.run, result), name=f"checkpoint of step {step}")
     return Pending(result)
+
+
+def begin_aside(work: Callable[[], None], *, name: str) -> None:
+    """Do work in a thread of this name or, where none can be started, at once. A process that fails elsewhere ends
+    without waiting for the thread."""
+    try:
+        threading.Thread(target=work, name=name, daemon=True).start()
+    except RuntimeError:  # there is no memory, or no process number, for another thread
+        work()
 
 
 def write_part(

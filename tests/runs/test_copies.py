@@ -225,6 +225,16 @@ def test_a_run_that_fails_still_copies_its_newest_checkpoint(tmp_path, error):
     assert list(copies.complete(remote)) == [1]
 
 
+def test_a_copy_is_made_also_where_no_thread_can_be_started(tmp_path):
+    directory, remote = tmp_path / "run", dying.remote(tmp_path / "place")
+    path, before = _write(directory, 1), threading.stack_size(2**47 - 4096)  # no address space has room for it
+    try:
+        Copies(directory, remote, keep=1).written(path)
+    finally:
+        threading.stack_size(before)
+    assert list(copies.complete(remote)) == [1]
+
+
 def test_a_copy_says_how_long_it_took(tmp_path):
     directory, copying = tmp_path / "run", Copies(tmp_path / "run", dying.remote(tmp_path / "place"), keep=1)
     copying.written(_write(directory, 1))

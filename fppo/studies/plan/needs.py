@@ -14,7 +14,8 @@ from fppo.studies.plan.case import TRAINED, Case, Pace
 from fppo.studies.plan.host import state_of
 from fppo.studies.plan.pace import paced
 from fppo.studies.plan.passes import Built
-from fppo.studies.plan.plan import OUTSIDE, Plan, plan
+from fppo.studies.plan.plan import Plan, plan
+from fppo.studies.plan.rollout import OUTSIDE
 from fppo.studies.plan.run import case_of
 from fppo_kernels.table import Kernels
 

@@ -20,11 +20,10 @@ from fppo.studies.plan.estimate import Seconds, WireTraffic, seconds_of, wires
 from fppo.studies.plan.host import HostMemory, host_of, state_of
 from fppo.studies.plan.layers import SHORT, piped
 from fppo.studies.plan.passes import REWARD, STAGES, Built, every_shape, models_of, own_layers, shard_shapes
-from fppo.studies.plan.rollout import PlannedRollout, rollout_of
+from fppo.studies.plan.rollout import OUTSIDE, PlannedRollout, rollout_of
 from fppo.studies.plan.track import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, LOGITS, Phase, peak_of
 
 TRANSIENT = (GRADIENTS, GATHERED, ACTIVATIONS, LOGITS)
-OUTSIDE = "outside of tensors"
 
 
 @attrs.frozen

@@ -14,8 +14,8 @@ from fppo.studies.plan import needs
 from fppo.studies.plan.case import GIB, PRESETS, Case, PlannedSampling, Role, hardware_of
 from fppo.studies.plan.estimate import Seconds
 from fppo.studies.plan.passes import model_of
-from fppo.studies.plan.plan import OUTSIDE, Plan, Stage
-from fppo.studies.plan.rollout import PlannedRollout
+from fppo.studies.plan.plan import Plan, Stage
+from fppo.studies.plan.rollout import OUTSIDE, PlannedRollout
 from fppo.studies.plan.run import budgeted, case_of, engines_of, part_of
 from tests import tiny_run
 from tests.studies.plan.cases import case
