@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fppo.quickstart import character_tokenizer
+from fppo.quickstart import character_tokenizer, prepare
 from tests.runs.test_samples import write_record
 
 from .pages import PAGES, REASONS, ROOT, blocks, code_of
@@ -27,6 +27,9 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(tmp_path)
     if 'fppo.open("runs/quickstart")' in page.read_text():
         write_record(tmp_path / "runs/quickstart", 60, character_tokenizer())
+    if 'model="models/sums"' in page.read_text():  # in place of a model from the hub
+        prepare(tmp_path / "models", seed=0, steps=2)
+        (tmp_path / "models/warm").rename(tmp_path / "models/sums")
     before = set(sys.modules)
     namespace: dict = {"__name__": "page"}
     for block in blocks(page):
