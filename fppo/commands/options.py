@@ -84,6 +84,8 @@ class ServeOptions:
     """A file of keys for tinker's clients, one a line, each beginning with tml-; None: the server's key alone."""
     compress: bool = False
     """Have tinker's clients compress their data, which pays where they are on other machines."""
+    joint: bool = False
+    """Take the gradients of tinker's runs of a model in one pass where they wait: faster, but not to the same bits."""
     host: str = "127.0.0.1"
     """The address to listen at."""
     port: int = setting(8000, at_least(0), at_most(65535))

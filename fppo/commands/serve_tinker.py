@@ -186,6 +186,6 @@ def opened_store(options: ServeOptions, bases: Mapping[str, ServedBase]) -> Tink
     """Open the tinker service for these base models, which keeps its data in the directory --store. Raises UsageError
     if that directory cannot be used."""
     try:
-        return TinkerService(Path(options.store), bases)
+        return TinkerService(Path(options.store), bases, joint=options.joint)
     except (OSError, JournalError) as error:
         raise UsageError(f"--store {printable(options.store)}: {error}; give another directory") from error

@@ -152,7 +152,8 @@ def product(x: Tensor, parts: Parts | Several, bias: Tensor | None, linear: Call
     else:
         out = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
     if isinstance(parts, Several):
-        return add_own_(out, rows, parts.own).view(*x.shape[:-1], out.shape[-1])
+        added = _with_own if torch.is_grad_enabled() else add_own_
+        return added(out, rows, parts.own).view(*x.shape[:-1], out.shape[-1])
     _, a, b, scale, _ = parts
     inner = rows @ a.t()
     if linear is F.linear and not active():  # in new memory, which no backward pass reads
@@ -170,6 +171,19 @@ def add_own_(out: Tensor, x: Tensor, own: Sequence[tuple[slice | Tensor, Factors
         else:
             out.index_add_(0, rows, factors.change_of(x[rows]), alpha=factors.scale)
     return out
+
+
+def _with_own(out: Tensor, x: Tensor, own: Sequence[tuple[slice | Tensor, Factors]]) -> Tensor:
+    """`add_own_` with gradients: one sum for all adapters, and one gather unless their rows are all rows in order."""
+    slices = [rows for rows, _ in own if isinstance(rows, slice)]
+    edges = [0, *(rows.stop for rows in slices)]
+    in_order = len(slices) == len(own) and [rows.start for rows in slices] == edges[:-1] and edges[-1] == len(x)
+    places = torch.arange(len(x), device=x.device)
+    numbers = [places[rows] if isinstance(rows, slice) else rows for rows, _ in own]
+    index = torch.cat(numbers)
+    parts = (x if in_order else x[index]).split([len(each) for each in numbers])
+    change = torch.cat([factors.scale * factors.change_of(part) for part, (_, factors) in zip(parts, own, strict=True)])
+    return out + change if in_order else out.index_add(0, index, change)
 
 
 def taking_adapted(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -280,22 +294,21 @@ def _embedding(  # torch's signature
     if max_norm is not None or scale_grad_by_freq or sparse:
         _refused("an embedding with more than rows")
     del norm_type
-    if isinstance(weight.parts, Several):
-        return _own_embedding(input, weight.parts, padding_idx)
-    w, a, b, scale, _ = weight.parts
-    change = F.embedding(input, b) @ a
-    if padding_idx is not None:  # torch gives that row of a weight no gradient
-        change = torch.where((input == padding_idx)[..., None], change.detach(), change)
-    return torch.add(F.embedding(input, w, padding_idx), change, alpha=scale)
+    parts = weight.parts
+    if isinstance(parts, Several):
+        tokens = input.flatten()
+        out = F.embedding(tokens, parts.weight, padding_idx)
+        for rows, (a, b, scale) in parts.own:
+            out[rows] += scale * _change(tokens[rows], a, b, padding_idx)
+        return out.view(*input.shape, -1)
+    w, a, b, scale, _ = parts
+    return torch.add(F.embedding(input, w, padding_idx), _change(input, a, b, padding_idx), alpha=scale)
 
 
-def _own_embedding(input: Tensor, parts: Several, padding_idx: int | None) -> Tensor:
-    """Rows of W [V, H] + scale * B @ A, with each token's own adapter."""
-    tokens = input.flatten()
-    out = F.embedding(tokens, parts.weight, padding_idx)
-    for rows, (a, b, scale) in parts.own:
-        out[rows] += scale * (F.embedding(tokens[rows], b) @ a)
-    return out.view(*input.shape, -1)
+def _change(tokens: Tensor, a: Tensor, b: Tensor, padding_idx: int | None) -> Tensor:
+    """Rows of B [V, r] @ A [r, H]; that of the padding token without a gradient, as torch has it for a weight."""
+    change = F.embedding(tokens, b) @ a
+    return change if padding_idx is None else torch.where((tokens == padding_idx)[..., None], change.detach(), change)
 
 
 _TRANSPOSES: tuple[Any, ...] = (Tensor.transpose, torch.transpose, Tensor.t)

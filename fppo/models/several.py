@@ -15,7 +15,8 @@ from torch import Tensor
 from fppo.models.adapted import FACTORS, Adapted, Factors, Several, add_own_
 from fppo.models.codes import shapes_of_weights
 from fppo.models.heads import vocabulary_head
-from fppo.models.model import Model, pass_dtype
+from fppo.models.lora import frozen_of
+from fppo.models.model import Model, Params, pass_dtype
 from fppo.models.run import Bound
 
 
@@ -43,6 +44,25 @@ class OwnRows(NamedTuple):
 
     adapter: Adapter
     rows: slice | Tensor  # or int64 [R]
+
+
+def trained_beside(model: Model, params: Params, owned: Sequence[tuple[Model, Params, slice | Tensor]]) -> Params:
+    """The parameters of a plain model with several adapters that train, for one pass: each an adapted model of the
+    same base, its factors, and the `rows` of the pass that use them (a slice, or their indices, int64 [R]).
+
+    A tied or adapted vocabulary head is not among them: it is that of each adapted model (`output_head`).
+    """
+    tensors = dict(params)
+    for name in {name for adapted, _, _ in owned for name in frozen_of(adapted).places}:
+        own, flipped = list[tuple[slice | Tensor, Factors]](), False
+        for adapted, factors, rows in owned:
+            frozen = frozen_of(adapted)
+            if name in frozen.places:
+                kind, flipped = pass_dtype(model, name, params[name].dtype), frozen.places[name]
+                a, b = (factors[name + factor].to(kind) for factor in FACTORS)
+                own.append((rows, Factors(a, b, frozen.lora.scale)))
+        tensors[name] = Adapted.of(Several(params[name], own, flipped))
+    return tensors
 
 
 def fitted(model: Model, adapter: Adapter, name: str, device: torch.device, head: torch.dtype) -> Adapter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -50,7 +51,19 @@ def forward_targets(
     indices = indices_of(rows, indices, forward)
     ready = opened(params, forward.model, forward.mesh)
     hidden = hidden_of(ready, rows, indices, forward)
-    head = models.output_head(forward.model, ready.root)
+    return score_targets(hidden, rows, [models.output_head(forward.model, ready.root)], forward, indices)
+
+
+def score_targets(
+    hidden: Float[Tensor, "n h"],
+    rows: TargetRows,
+    heads: Sequence[Head],
+    forward: Forward,
+    indices: Indices,
+    head_of: Int[Tensor, " b"] | None = None,
+) -> Float[Tensor, "b s k"]:
+    """Compute the log-probs of `forward_targets` from hidden states. `head_of` is the index of each row's head among
+    `heads`; None: the first."""
     shared = indices.shared
     real = indices.real.index if shared is None else shared.real.index  # [R], in [B * S]
     if shared is not None:
@@ -58,17 +71,20 @@ def forward_targets(
     else:
         places = torch.arange(len(real), device=real.device) if forward.remove_padding else real
     targets, graded = rows.targets.flatten(0, 1)[real], rows.graded.flatten()[real]
-    chosen, others = graded.nonzero().flatten(), (~graded).nonzero().flatten()
-    values = []
-    if len(chosen):
-        own = places[chosen]
-        states = hidden[own] if shared is None else read(hidden, readings(own.cpu(), len(hidden), hidden.device))
-        values.append(_scores(states, targets[chosen], head, forward))
-    if len(others):
-        with torch.no_grad():
-            values.append(_constants(hidden, places[others], targets[others], head, forward, shared is not None))
-    order = torch.cat([chosen, others]).argsort()
-    return forward.kernels.pad(torch.cat(values)[order], real, rows.attention_mask.shape)
+    number = torch.zeros_like(real) if head_of is None else head_of[real // rows.graded.shape[1]]
+    values, order = list[Tensor](), list[Tensor]()
+    for index, head in enumerate(heads):
+        chosen, others = ((number == index) & counts for counts in (graded, ~graded))
+        chosen, others = chosen.nonzero().flatten(), others.nonzero().flatten()
+        order += [chosen, others]
+        if len(chosen):
+            own = places[chosen]
+            states = hidden[own] if shared is None else read(hidden, readings(own.cpu(), len(hidden), hidden.device))
+            values.append(_scores(states, targets[chosen], head, forward))
+        if len(others):
+            with torch.no_grad():
+                values.append(_constants(hidden, places[others], targets[others], head, forward, shared is not None))
+    return forward.kernels.pad(torch.cat(values)[torch.cat(order).argsort()], real, rows.attention_mask.shape)
 
 
 def check_targets(model: Model, mesh: Mesh) -> None:

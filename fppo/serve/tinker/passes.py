@@ -51,13 +51,13 @@ def run_data(
         micro, chosen = indexed(own, masks_of_own, forward), [data[i] for i in numbers]
         if backward:
             (_, result), new = value_and_grad(_loss_of, has_aux=True)(inputs, micro, columns, chosen, loss, forward)
-            total = _added(total, {name: x.to(kinds[name]) for name, x in new.items()}, own=bool(results))
+            total = added(total, {name: x.to(kinds[name]) for name, x in new.items()}, own=bool(results))
         else:
             with torch.no_grad():
                 result = _loss_of(inputs, micro, columns, chosen, loss, forward)[1]
         results.append(result)
         order += numbers
-    return _joined(results, order), total
+    return joined(results, order), total
 
 
 def _loss_of(
@@ -66,6 +66,13 @@ def _loss_of(
     """The loss of some rows, 0-d, and the pass's result."""
     rows: TargetedRows = micro.rows
     log_probs = forward_targets(params, rows, forward=forward, indices=micro.indices)
+    return loss_of(log_probs, rows, columns, data, loss)
+
+
+def loss_of(
+    log_probs: Tensor, rows: TargetedRows, columns: Columns, data: Sequence[Datum], loss: Loss
+) -> tuple[Tensor, PassResult]:
+    """The loss of some rows, 0-d, from the log-probs [b, S, K] of their targets, and the pass's result."""
     if loss.graph is not None:
         each = DataRows(rows, {}).of(log_probs, data)
         own = [{name: d.inputs[name].to(log_probs.device) for name in loss.needs} for d in data]
@@ -77,7 +84,7 @@ def _loss_of(
     return total, PassResult(total.detach(), log_probs.detach(), per_token.detach(), {})
 
 
-def _added(total: Params | None, new: Params, *, own: bool) -> Params:
+def added(total: Params | None, new: Params, *, own: bool) -> Params:
     """The sum of two trees of gradients; with `own` in the memory of `total`, which the caller gives up."""
     if total is None:
         return new
@@ -87,7 +94,7 @@ def _added(total: Params | None, new: Params, *, own: bool) -> Params:
     return total
 
 
-def _joined(results: Sequence[PassResult], order: Sequence[int]) -> PassResult:
+def joined(results: Sequence[PassResult], order: Sequence[int]) -> PassResult:
     """The results of all rows, in the data's order."""
     back = batches.inverse(list(order))
     each = [torch.cat([x.log_probs for x in results])[back.to(results[0].log_probs.device)]]

@@ -28,6 +28,7 @@ from fppo.runtime.mesh import device_of
 from fppo.serve.tinker.data import DataRows, Datum, rows_of
 from fppo.serve.tinker.losses import Loss
 from fppo.serve.tinker.passes import PassResult, run_data
+from fppo.serve.tinker.together import RunPass, hindrance, run_together
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.muon import muon
 from fppo.steps.optimizers import Optimizer, adamw
@@ -223,14 +224,54 @@ def forward_backward(run: TrainingRun, data: Sequence[Datum], loss: Loss) -> tup
     return attrs.evolve(run, grads=grads), _outputs(data, loss, rows, result)
 
 
+def forward_backward_together(
+    asked: Sequence[tuple[TrainingRun, Sequence[Datum], Loss]],
+) -> list[tuple[TrainingRun, PassOutputs]]:
+    """`forward_backward` of several runs of one base, in joint passes: products with the base's weights are computed
+    once for all data. Results are those of each run alone, up to rounding.
+
+    Raises ValueError as `forward` does, and for a run that takes part in no joint pass (`together_hindrance`).
+    """
+    base = asked[0][0].base
+    for run, _, _ in asked:
+        if run.base is not base:
+            raise ValueError(f"runs of two bases, {base.name!r} and {run.base.name!r}, have no joint pass")
+        if (why := together_hindrance(run)) is not None:
+            raise ValueError(f"a run has no joint pass, since {why}: call forward_backward")
+    rows = [_rows(run, data, loss) for run, data, loss in asked]
+    results = run_together(
+        [
+            RunPass(run.model, run.state.params, data, own, loss, run.grads)
+            for (run, data, loss), own in zip(asked, rows, strict=True)
+        ],
+        forward=Forward(base.model, base.kernels),
+        params=base.params,
+        micro_batching=base.micro_batching,
+    )
+    return [
+        (attrs.evolve(run, grads=grads), _outputs(data, loss, own, result))
+        for (run, data, loss), own, (result, grads) in zip(asked, rows, results, strict=True)
+    ]
+
+
+def together_hindrance(run: TrainingRun) -> str | None:
+    """The reason why a run takes part in no joint pass; None if it does."""
+    return hindrance(run.model)
+
+
+def _rows(run: TrainingRun, data: Sequence[Datum], loss: Loss) -> DataRows:
+    """The data as rows on the run's device."""
+    if run.model.vision is None and (seeing := [i for i, datum in enumerate(data) if datum.images is not None]):
+        raise ValueError(f"datum {seeing[0]} has images, and base {run.base.name!r} takes none")
+    vocabulary = run.model.whole_shapes[heads.embedding_name(run.model)][0]
+    device = device_of(run.state.params)
+    return rows_of(data, loss, vocabulary=vocabulary, limit=run.base.limit, device=device)
+
+
 def _run(
     run: TrainingRun, data: Sequence[Datum], loss: Loss, *, backward: bool
 ) -> tuple[DataRows, PassResult, Params | None]:
-    if run.model.vision is None and (seeing := [i for i, datum in enumerate(data) if datum.images is not None]):
-        raise ValueError(f"datum {seeing[0]} has images, and base {run.base.name!r} takes none")
-    device = device_of(run.state.params)
-    vocabulary = run.model.whole_shapes[heads.embedding_name(run.model)][0]
-    rows = rows_of(data, loss, vocabulary=vocabulary, limit=run.base.limit, device=device)
+    rows = _rows(run, data, loss)
     result, grads = run_data(
         run.state.params,
         data,

@@ -60,6 +60,8 @@ class ServedBase:
 class TinkerService:
     """The state of a server, in a folder, and the operations on it. One event loop calls, unless said otherwise.
 
+    `joint` takes gradients of several runs of a base in one pass, where they wait at the same time.
+
     Raises OSError for a folder that another server has, or that cannot be written to.
     """
 
@@ -69,6 +71,7 @@ class TinkerService:
         bases: Mapping[str, ServedBase],
         *,
         bounds: TinkerBounds | None = None,
+        joint: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.bases, self.bounds, self.clock = bases, bounds or TinkerBounds(), clock
@@ -94,6 +97,7 @@ class TinkerService:
             loss_of=self._loss_of,
             verb_of=self._verb_of_record,
             clock=clock,
+            joint=joint,
         )
         self.worker = Worker(self.runs, self.futures, time.monotonic)
         self._locks: dict[str, asyncio.Lock] = {}

@@ -29,6 +29,7 @@ from fppo.runtime.exports import write_whole
 from fppo.serve.refusal import Refusal
 from fppo.serve.tinker import runs
 from fppo.serve.tinker.checkpoints import folder_of
+from fppo.serve.tinker.data import Datum
 from fppo.serve.tinker.decode import (
     CreateVerb,
     LaterVerb,
@@ -44,7 +45,7 @@ from fppo.serve.tinker.encode import json_payload, pass_payload
 from fppo.serve.tinker.futures import FailedRequest, Futures, Outcome, Payload
 from fppo.serve.tinker.journal import Journal, JournalRecord, read, written_whole
 from fppo.serve.tinker.losses import Loss
-from fppo.serve.tinker.runs import Adapters, BaseModel, TrainingRun
+from fppo.serve.tinker.runs import Adapters, BaseModel, PassOutputs, TrainingRun
 from fppo.serve.tinker.work import request_name
 
 INFO, JOURNAL, STATES, DOING = "run.json", "journal.log", "states", "doing"
@@ -123,9 +124,11 @@ class TrainingRuns:
         loss_of: Callable[[RunInfo, PassVerb], Loss],
         verb_of: Callable[[RunInfo, JournalRecord], RunVerb],
         clock: Callable[[], float],
+        joint: bool = False,
     ) -> None:
         self._root, self._bases, self._stores, self._futures = root, bases, stores, futures
-        self._loss_of, self._verb_of, self._clock = loss_of, verb_of, clock
+        self._loss_of, self._verb_of, self._clock, self._joint = loss_of, verb_of, clock, joint
+        self._joined: dict[tuple[str, int], tuple[TrainingRun, PassOutputs]] = {}  # computed, and not yet done
         self._lock = threading.Lock()
         self._held: dict[str, HeldRun] = {}
         root.mkdir(parents=True, exist_ok=True)
@@ -248,6 +251,29 @@ class TrainingRuns:
         held.done = number
         return outcome
 
+    def joins(self, run: str, verb: RunVerb) -> str | None:
+        """The base of a run whose pass is taken jointly with those of other runs; None: it is taken alone. So are
+        requests that an earlier server took in, of which one may have ended it."""
+        value = self._held[run].value
+        if not self._joint or value is None or not isinstance(verb, PassVerb) or not verb.backward:
+            return None
+        return value.base.name if runs.together_hindrance(value) is None else None
+
+    def join(self, asked: Sequence[tuple[str, int, RunVerb]]) -> None:
+        """Compute the passes of several runs of one base in one, for `do`. If that fails, each is computed alone."""
+        self._joined = {}
+        passes = list[tuple[TrainingRun, Sequence[Datum], Loss]]()
+        try:
+            for run, _, verb in asked:
+                held = self._held[run]
+                assert held.value is not None
+                assert isinstance(verb, PassVerb)
+                passes.append((held.value, verb.data, self._loss_of(held.info, verb)))
+            results = runs.forward_backward_together(passes)
+        except Exception:  # whose fault it is, `do` finds out
+            return
+        self._joined = {(run, number): result for (run, number, _), result in zip(asked, results, strict=True)}
+
     def done(self, run: str, number: int, seconds: float) -> None:
         """Save the run's state if that is due after a request that took `seconds`."""
         held = self._held[run]
@@ -316,7 +342,7 @@ class TrainingRuns:
         run = self._value(held)
         match verb:
             case PassVerb():
-                return self._pass(held, run, verb)
+                return self._pass(held, run, number, verb)
             case StepVerb():
                 return self._step(held, run, verb)
             case SaveVerb():
@@ -333,7 +359,11 @@ class TrainingRuns:
             case LaterVerb():
                 raise AssertionError("a request is read before it is done")
 
-    def _pass(self, held: HeldRun, run: TrainingRun, verb: PassVerb) -> Payload:
+    def _pass(self, held: HeldRun, run: TrainingRun, number: int, verb: PassVerb) -> Payload:
+        joined = self._joined.pop((held.info.name, number), None)
+        if joined is not None:
+            held.value, outputs = joined
+            return pass_payload(outputs)
         loss = self._loss_of(held.info, verb)
         if not verb.backward:
             return pass_payload(runs.forward(run, verb.data, loss))

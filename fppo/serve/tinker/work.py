@@ -37,6 +37,15 @@ class RunActions(Protocol):
 
     def do(self, run: str, number: int, verb: RunVerb) -> Outcome: ...
 
+    def joins(self, run: str, verb: RunVerb) -> str | None:
+        """The name of what a run's request can be computed in one pass with, if others wait for it, too; None: it is
+        done by itself."""
+        ...
+
+    def join(self, asked: Sequence[tuple[str, int, RunVerb]]) -> None:
+        """Compute requests of several runs in one pass, for `do`, which is called next for each of them."""
+        ...
+
     def done(self, run: str, number: int, seconds: float) -> None:
         """Note that a request is done and its outcome set, after `seconds` of work."""
         ...
@@ -52,7 +61,8 @@ def request_name(run: str, number: int) -> str:
 
 
 class Worker:
-    """The thread that works. Of the runs with something to do, the one that has had the least time is next.
+    """The thread that works. Of the runs with something to do, the one that has had the least time is next; requests of
+    other runs that can be computed in one pass with its own are done with it.
 
     A run whose next number is missing waits `gap_seconds` for it; then its waiting requests fail. Gaps are looked for
     every `look_seconds`.
@@ -137,22 +147,41 @@ class Worker:
                 if self._stopped:
                     return
                 late = self._late()
-                if chosen is not None:
-                    verb = chosen.todo.pop(chosen.next)
-                    chosen.busy, self._floor = True, max(self._floor, chosen.used)
+                taken = [] if chosen is None else self._taken(chosen)
             for queue in late:
                 self._expire(queue)
-            if chosen is not None:
-                self._do(chosen, verb)
+            self._do_all(taken)
+
+    def _ready(self) -> list[RunQueue]:
+        return [queue for queue in self._runs.values() if queue.next in queue.todo and not queue.busy]
 
     def _chosen(self) -> RunQueue | None:
-        ready = [queue for queue in self._runs.values() if queue.next in queue.todo and not queue.busy]
+        ready = self._ready()
         for queue in ready:
             queue.waits = None
         return min(ready, key=lambda queue: queue.used, default=None)
 
-    def _do(self, queue: RunQueue, verb: RunVerb) -> None:
-        start, number = self._clock(), queue.next
+    def _taken(self, chosen: RunQueue) -> list[tuple[RunQueue, RunVerb]]:
+        """The request of the chosen run, and those that are done with it, taken from their queues."""
+        kind = self._actions.joins(chosen.name, chosen.todo[chosen.next])
+        others = [] if kind is None else [x for x in self._ready() if x is not chosen]
+        queues = [chosen, *(x for x in others if self._actions.joins(x.name, x.todo[x.next]) == kind)]
+        self._floor = max(self._floor, chosen.used)
+        for queue in queues:
+            queue.busy = True
+        return [(queue, queue.todo.pop(queue.next)) for queue in queues]
+
+    def _do_all(self, taken: Sequence[tuple[RunQueue, RunVerb]]) -> None:
+        start = self._clock()
+        if len(taken) > 1:
+            self._actions.join([(queue.name, queue.next, verb) for queue, verb in taken])
+        share = (self._clock() - start) / max(len(taken), 1)
+        for queue, verb in taken:
+            self._do(queue, verb, share)
+
+    def _do(self, queue: RunQueue, verb: RunVerb, share: float) -> None:
+        """Do a request; `share` are the seconds that it has taken in a joint pass."""
+        start, number = self._clock() - share, queue.next
         try:
             outcome = self._actions.do(queue.name, number, verb)
         except OSError as full:  # an outcome that is not on disk is not answered: the request is done again later

@@ -58,7 +58,7 @@ class Noting:
 class World:
     """The runs of a folder, as one server holds them."""
 
-    def __init__(self, root, clock):
+    def __init__(self, root, clock, **changes):
         self.clock, self.futures, self.stores = clock, Futures(clock), Noting()
         self.doing = lambda: None  # called while a pass is being done
         self.runs = TrainingRuns(
@@ -69,6 +69,7 @@ class World:
             loss_of=self.loss_of,
             verb_of=lambda info, record: VERBS[record.body.decode()],
             clock=clock,
+            **changes,
         )
 
     def loss_of(self, info, verb):
@@ -96,8 +97,8 @@ class World:
         return self.runs._held[run]
 
 
-def info_of(number, *, created=0.0, owner="me", optimizer="adamw", **changes):
-    adapters = Adapters(rank=2, seed=0)
+def info_of(number, *, created=0.0, owner="me", optimizer="adamw", rank=2, **changes):
+    adapters = Adapters(rank, seed=number)
     own = {"name": RUN.format(number), "session": "0123456789ab", "owner": owner, "base": "tiny", "adapters": adapters}
     return RunInfo(**own, optimizer=optimizer, created=created, **changes)
 

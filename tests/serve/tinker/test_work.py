@@ -17,6 +17,7 @@ class Actions:
 
     def __init__(self, costs):
         self.costs, self.order, self.given_up, self.now = costs, [], [], 0.0
+        self.kinds, self.joined, self.seconds = {}, [], []
         self.free = threading.Event()
         self.free.set()
 
@@ -26,8 +27,15 @@ class Actions:
         self.now += self.costs.get(run, 1.0)
         return FailedRequest(verb.error) if isinstance(verb, RefusedVerb) else Payload(b"")
 
+    def joins(self, run, verb):
+        return self.kinds.get(run)
+
+    def join(self, asked):
+        self.joined.append([(run, number) for run, number, _ in asked])
+        self.now += 6.0
+
     def done(self, run, number, seconds):
-        pass
+        self.seconds.append(seconds)
 
     def give_up(self, run, numbers, error):
         self.given_up.append((run, tuple(numbers)))
@@ -187,3 +195,20 @@ def test_a_request_that_met_a_full_disk_is_done_again():
         play()
     worker.stop()
     assert futures.state("a:1", "me").outcome == Payload(b"")
+
+
+def test_requests_that_can_be_computed_in_one_pass_are_and_each_is_done_in_its_own_turn():
+    actions, futures, worker = worker_of()
+    actions.kinds = {"a": "base", "b": "base", "c": "base", "other": "another"}
+    for run in ("a", "b", "c", "other", "alone"):
+        worker.add_run(run, 1)
+        put(worker, futures, run, 1)
+    put(worker, futures, "a", 2)
+    put(worker, futures, "c", 3)  # whose request 2 is missing
+    worker.start()
+    finished(worker, ["a", "b", "other", "alone"])
+    worker.stop()
+    assert actions.joined == [[("a", 1), ("b", 1), ("c", 1)]]
+    assert sorted(actions.order) == [("a", 1), ("a", 2), ("alone", 1), ("b", 1), ("c", 1), ("other", 1)]
+    assert actions.seconds[:3] == [3.0, 3.0, 3.0]  # each a third of the six, and its own
+    assert futures.state("c:1", "me").outcome == Payload(b"")
