@@ -266,7 +266,7 @@ def _ablate(given: Arguments) -> int:
 
 
 def _audit(given: Arguments) -> int:
-    """Put another trainer's losses through the laws: fppo audit trl|verl|openrlhf|module:adapters [--dump FILE ...]"""
+    """Put another trainer's losses through the laws: fppo audit TRAINER|module:adapters [--dump FILE ...]"""
     from fppo.commands import audit
 
     return audit.audit(given.options)
@@ -399,7 +399,7 @@ COMMANDS: dict[str, Command] = {
     "trace": Command(_trace, "RUN [--out FILE]", options.TraceOptions),
     "diff": Command(_diff, "RUN RUN", options.DiffOptions),
     "ablate": Command(_ablate, f"--op OPERATION {_OPTION}", AblateSettings, problems=settings_ablate.problems),
-    "audit": Command(_audit, f"trl|verl|openrlhf|module:adapters {_OPTION}", options.AuditOptions),
+    "audit": Command(_audit, f"TRAINER|module:adapters {_OPTION}", options.AuditOptions),
     "compare": _launched(
         _compare, f"FILE.toml --vary SECTION.SETTING=A,B {PROCESSES} {_SETTING}", CompareSettings, more=_TRAINED
     ),

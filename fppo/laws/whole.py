@@ -19,7 +19,7 @@ from fppo.laws.losses import POLICY, VALUES, LossFn, make_example
 from fppo.losses import count_totals, loss_weights
 from fppo.shapes import Mask, Scalar, Tokens
 
-NEAR = 1e-6  # the effect on a loss of a small number in the reference's denominator
+NEAR = 1e-6  # the effect on a loss of a small number in the reference's denominator, or of a step in float32
 WholeLoss = Callable[..., Tensor]
 SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (4, 3), (4, 5), (6, 7))
 
@@ -150,15 +150,16 @@ def _empty_rows(fn: WholeLoss, example: LawExample, generator: torch.Generator) 
 
 
 def _reinforce(
-    fn: WholeLoss, example: LawExample, generator: torch.Generator, *, by_row: bool = False
+    fn: WholeLoss, example: LawExample, generator: torch.Generator, *, by_row: bool = False, least: float = 0.0
 ) -> Breach | None:
-    """Check that at old == new the gradient is minus a positive weight times the advantage, for any advantages."""
+    """Check that at old == new the gradient is minus a positive weight times the advantage, for any advantages, to the
+    tolerance of the dtype or to `least`."""
     log_probs, _, advantages, _ = example.inputs.values()
     if by_row:
         advantages = advantages[:, :1].expand_as(advantages).clone()
     example = example.put(old_log_probs=log_probs.clone(), advantages=advantages)
     weights = -_gradient(fn, example.put(advantages=torch.ones_like(advantages)))
-    return _weighted(fn, example, weights, -advantages, "for advantages of 1 a token's gradient is not below 0")
+    return _weighted(fn, example, weights, -advantages, "for advantages of 1 a token's gradient is not below 0", least)
 
 
 def _squared_error(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> Breach | None:
@@ -169,13 +170,17 @@ def _squared_error(fn: WholeLoss, example: LawExample, generator: torch.Generato
     return _weighted(fn, example, weights, values - returns, "for errors of 1 a token's gradient is not above 0")
 
 
-def _weighted(fn: WholeLoss, example: LawExample, weights: Tensor, errors: Tensor, fault: str) -> Breach | None:
+def _weighted(
+    fn: WholeLoss, example: LawExample, weights: Tensor, errors: Tensor, fault: str, least: float = 0.0
+) -> Breach | None:
     """Describe how the gradient [B, T] differs from weights * errors, or that a weight is not above 0, as `fault`
     says; None if neither is so."""
     if _filled(example) and not (weights[example.mask] > 0).all():
         return Breach(fault, example)
     expected, actual = (weights * errors).where(example.mask, 0.0), _gradient(fn, example)
-    return changed(differ("the gradient at old == new", expected, actual, TOLERANCES[actual.dtype]), "", example)
+    return changed(
+        differ("the gradient at old == new", expected, actual, max(TOLERANCES[actual.dtype], least)), "", example
+    )
 
 
 _REINFORCE_TEXT = "at old == new the gradient is -weight * advantage, with weights above 0 that no advantage changes"
@@ -211,8 +216,8 @@ POLICY_LAW = Law(
     "REINFORCE",
     _REINFORCE_TEXT,
     _reinforce,
-    mild=partial(_reinforce, by_row=True),
-    note="for advantages that are equal along a row it is",
+    mild=partial(_reinforce, by_row=True, least=NEAR),
+    note=f"to {NEAR}, for advantages that are equal along a row, it is",
 )
 VALUE_LAW = Law("squared error", _ERROR_TEXT, _squared_error)
 

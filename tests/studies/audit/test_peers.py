@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib import metadata
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from fppo import advantages, losses
 from fppo._errors import UsageError
 from fppo.studies.audit import peers
-from fppo.studies.audit.peers import adapters_of, openrlhf, trl, verl
+from fppo.studies.audit.peers import adapters_of, areal, areno, openrlhf, skyrl, trl, verl
 
 
 def batch(seed):
@@ -249,6 +250,119 @@ def _same_gae(fn):
             torch.testing.assert_close(theirs.where(mask, 0.0), ours)
 
 
+# AReno, AReaL and SkyRL, whose modules are functions
+
+
+def standing(monkeypatch, tmp_path, module, **functions):
+    """Have a package with this module alone, whose functions are the given ones."""
+    package, *inner = module.split(".")[:-1]
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    made = ModuleType(module)
+    made.__dict__.update(functions)
+    for name in [package, *(".".join([package, *inner[: n + 1]]) for n in range(len(inner)))]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, module, made)
+
+
+def _of_pack(loss_fn, mode):
+    def fn(pack, log_probs):
+        shape = pack["packed_num_sequences"], -1
+        names = ("packed_logprobs", "packed_advantages", "packed_response_mask")
+        old, advantages, mask = (pack[name].view(shape) for name in names)
+        assert pack["packed_seq_ids"].view(shape).eq(torch.arange(shape[0])[:, None]).all()
+        each = loss_fn(log_probs.view(shape), old, advantages, mask)[0]
+        return aggregated(each, mask, mode, tokens=mask.sum(), rows=len(mask)), {}
+
+    return fn
+
+
+def test_a_right_areno_agrees_with_every_reference(monkeypatch, tmp_path):
+    functions = {
+        "grpo_loss_fn": _of_pack(partial(losses.ppo_clip, dual_clip=None), "token-mean"),
+        "gspo_loss_fn": _of_pack(partial(losses.gspo, clip_low=3e-4, clip_high=3e-4), "seq-mean-token-mean"),
+        "ppo_loss_fn": _of_pack(losses.ppo_clip, "token-mean"),
+    }
+    standing(monkeypatch, tmp_path, "areno.api.backend.cuda.losses", **functions)
+    found = areno.adapters()
+    assert [audited.name for audited in found] == ["grpo", "gspo", "ppo"]
+    assert [audited.name for audited in found if not agrees(audited)] == []
+    (leaf, *others), more = batch(1)
+    one, three = (found[0].fn(leaf, *others, **more | {"pieces": pieces}) for pieces in (1, 3))
+    assert one.item() == pytest.approx(3 * three.item())  # the trainer divides by the number of packs
+
+
+def test_a_right_areal_agrees_with_every_reference(monkeypatch, tmp_path):
+    def ppo_actor_loss_fn(
+        logprobs, proximal_logprobs, old_logprobs, advantages, eps_clip, loss_mask, c_clip=None, **how
+    ):
+        assert proximal_logprobs is old_logprobs
+        seen.append((eps_clip, how))
+        dual = {"dual_clip": c_clip}
+        each = losses.ppo_clip(logprobs, old_logprobs, advantages, loss_mask, **dual)[0]
+        return each.where(loss_mask, 0.0).sum() / loss_mask.count_nonzero(), {}
+
+    def sapo_loss_fn(logprobs, old_logprobs, advantages, tau_pos, tau_neg, loss_mask):
+        each = losses.sapo(logprobs, old_logprobs, advantages, loss_mask, tau_pos=tau_pos, tau_neg=tau_neg)[0]
+        return each.where(loss_mask, 0.0).sum() / loss_mask.count_nonzero(), {}
+
+    seen: list = []
+    functions = {"ppo_actor_loss_fn": ppo_actor_loss_fn, "sapo_loss_fn": sapo_loss_fn}
+    standing(monkeypatch, tmp_path, "areal.utils.functional.functional", **functions)
+    found = {audited.name: audited for audited in areal.adapters()}
+    own = ["ppo", "ppo, dual clip 3", "sapo"]
+    assert [name for name, audited in found.items() if audited.reference is not None] == own
+    assert [name for name in own if not agrees(found[name])] == []
+    (leaf, *others), more = batch(2)
+    found["ppo, sequence (GSPO)"].fn(leaf, *others, **more)
+    assert seen[-1] == (0.2, {"importance_sampling_level": "sequence"})
+    whole = torch.cat([more["whole"], more["whole"]])
+    halves = [found["ppo"].fn(leaf, *others, pieces=2, whole=whole) for _ in range(2)]
+    assert sum(halves).item() == pytest.approx(found["ppo"].fn(leaf, *others, **more).item())
+
+
+def _summed(loss_fn):
+    def fn(log_probs, old_log_probs, advantages, config, loss_mask):
+        assert config.loss_reduction == "token_mean"
+        return loss_fn(log_probs, old_log_probs, advantages, loss_mask.bool())[0].where(loss_mask > 0, 0.0).sum(), {}
+
+    return fn
+
+
+def test_a_right_skyrl_has_fppos_numbers(monkeypatch, tmp_path):
+    def estimator(fn):
+        return lambda rewards, mask, index: fn(rewards.sum(1), mask.bool(), torch.from_numpy(index))
+
+    functions = {
+        "apply_loss_reduction_to_advantages_minibatch": lambda advantages, mask, mode, size, most: (
+            advantages / mask.sum()
+        ),
+        "ppo_policy_loss": lambda *given, loss_mask: _summed(
+            partial(losses.ppo_clip, dual_clip=given[3].clip_ratio_c if "dual" in given[3].policy_loss_type else None)
+        )(*given, loss_mask=loss_mask),
+        "gspo_policy_loss": _summed(partial(losses.gspo, clip_low=0.2, clip_high=0.2)),
+        "compute_policy_loss_cispo": _summed(partial(losses.cispo, clip_low=1e-15, clip_high=5.0)),
+        "sapo_policy_loss": _summed(losses.sapo),
+        "compute_gae_advantage_return": Estimators().compute_gae_advantage_return,
+        **{f"compute_{x}_outcome_advantage": estimator(getattr(advantages, x)) for x in ("grpo", "rloo")},
+        "compute_maxrl_advantage": estimator(advantages.maxrl),
+        **dict.fromkeys(
+            ("compute_policy_loss_clip_cov", "compute_policy_loss_kl_cov", "dppo_policy_loss", "ppo_critic_loss")
+        ),
+    }
+    standing(monkeypatch, tmp_path, "skyrl.backends.skyrl_train.utils.ppo_utils", **functions)
+    found = {audited.name: audited for audited in skyrl.adapters()}
+    own = ["regular", "dual_clip", "gspo", "cispo", "sapo"]
+    assert [x.name for x in found.values() if x.kind == "whole_loss" and x.reference is not None] == own
+    assert [name for name in own if not agrees(found[name])] == []
+    for name in ("grpo", "rloo", "maxrl"):
+        audited = found[f"estimator {name}"]
+        for ours, theirs in zip(audited.reference(*of_groups(4)), audited.fn(*of_groups(4)), strict=True):
+            torch.testing.assert_close(theirs, ours)
+    _same_gae(found["gae, before whitening"].fn)
+
+
 # OpenRLHF
 
 LOSS = """
@@ -348,7 +462,7 @@ def test_a_trainer_that_is_installed_has_its_adapters_and_versions(monkeypatch):
 
 
 def test_every_trainer_is_installed_by_its_own_name():
-    assert [*peers.PEERS] == ["trl", "verl", "openrlhf"]
+    assert [*peers.PEERS] == ["trl", "verl", "openrlhf", "areno", "areal", "skyrl"]
     for name, peer in peers.PEERS.items():
         assert (peer.module, peer.package) == (f"fppo.studies.audit.peers.{name}", name)
         assert peer.install[0].removeprefix("pip install ").removeprefix("--no-deps ").partition("==")[0] == name

@@ -7,9 +7,11 @@ each other's versions, so each trainer gets an environment of its own.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import attrs
@@ -43,8 +45,37 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
             "openrlhf",
             ("pip install --no-deps openrlhf==0.11.2", "pip install deepspeed ray"),
         ),
+        "areno": Peer("fppo.studies.audit.peers.areno", "areno", ("pip install --no-deps areno==0.10.0",)),
+        "areal": Peer("fppo.studies.audit.peers.areal", "areal", ("pip install --no-deps areal==1.0.4",)),
+        "skyrl": Peer(
+            "fppo.studies.audit.peers.skyrl",
+            "skyrl",
+            ("pip install --no-deps skyrl==0.3.0", "pip install ray loguru omegaconf jaxtyping cloudpickle"),
+        ),
     }
 )
+
+
+def without_init(
+    package: str, inner: Sequence[str], stand_ins: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+) -> None:
+    """Let modules of an installed package be imported without running the __init__ of its `inner` packages, which may
+    need libraries of a GPU.
+
+    No module is changed: empty packages with the same paths stand in for theirs, in this process alone. `stand_ins` are
+    modules with these names in them, which the audited ones import and do not use. Raises ImportError.
+    """
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError(f"{package} has no modules")
+    for name in inner:
+        made = ModuleType(f"{package}.{name}")
+        made.__path__ = [f"{spec.submodule_search_locations[0]}/{name.replace('.', '/')}"]
+        sys.modules.setdefault(made.__name__, made)
+    for name, names in stand_ins.items():
+        made = ModuleType(f"{package}.{name}")
+        made.__dict__.update(names)
+        sys.modules.setdefault(made.__name__, made)
 
 
 def adapters_of(name: str) -> tuple[tuple[Audited, ...], tuple[str, ...]]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from fppo import laws, losses
+from fppo.studies.audit.peers import without_init
 from fppo.studies.audit.report import Audited
 
 # their __init__ imports flash-attn or vLLM, which have no build for machines without a GPU
@@ -20,20 +18,9 @@ _HEAVY = ("models", "trainer", "trainer.ppo_utils", "trainer.ray", "utils")
 
 
 def _modules() -> tuple[Any, Any]:
-    """Import OpenRLHF's modules of losses and of experience without running the __init__ of their packages.
-
-    Neither module is changed: empty packages with the same paths stand in for theirs, in this process alone.
-    """
-    spec = importlib.util.find_spec("openrlhf")
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError("openrlhf has no modules")
-    for name in _HEAVY:
-        package = ModuleType(f"openrlhf.{name}")
-        package.__path__ = [f"{spec.submodule_search_locations[0]}/{name.replace('.', '/')}"]
-        sys.modules.setdefault(package.__name__, package)
-    launcher = ModuleType("openrlhf.trainer.ray.launcher")
-    launcher.__dict__["RayActorGroup"] = object  # the experience maker names it only in annotations
-    sys.modules.setdefault(launcher.__name__, launcher)
+    """Import OpenRLHF's modules of losses and of experience."""
+    unused = {"RayActorGroup": object}  # the experience maker names it only in annotations
+    without_init("openrlhf", _HEAVY, {"trainer.ray.launcher": unused})
     maker = importlib.import_module("openrlhf.trainer.ppo_utils.experience_maker")
     return importlib.import_module("openrlhf.models.loss"), maker
 
