@@ -113,8 +113,9 @@ class EmbeddedEngine:
         Raises ValueError for no prompts, for empty ones or ones not padded on the left, and for responses that may
         outgrow the model's learned positions or the length for which its rope is made.
         """
-        with self.open(params, version=ask.version) as requests:
-            device = devices.home_of(next(iter(params.values())).device)
+        device, opening = devices.home_of(next(iter(params.values())).device), self.open(params, version=ask.version)
+        del params  # what was fetched for this call is given back once the engine has its own copies
+        with opening as requests:
             return answered(requests, ask, pad_token_id=self.pad_token_id, device=device)
 
     @contextlib.contextmanager
@@ -127,7 +128,7 @@ class EmbeddedEngine:
         `max_rows` bounds the rows that decode together, and `cache_bytes` the memory for keys and values, including
         kept contexts; requests that do not fit wait.
         """
-        yield EmbeddedRequests(
+        requests = EmbeddedRequests(
             self._loaded,
             params,
             version,
@@ -137,6 +138,8 @@ class EmbeddedEngine:
             limit=_limit(self.model),
             fitted=self._fitted if self.halve_on_oom else None,
         )
+        del params
+        yield requests
 
     def _loaded(self, params: Mapping[str, Tensor]) -> LoadedPolicy:
         """Prepare parameters for an open engine; all ranks of a mesh call at once."""

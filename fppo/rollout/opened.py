@@ -229,6 +229,7 @@ class EmbeddedRequests:
         live = self._drawn.rows
         self._take_parts(range(len(live)))
         self._put_back(live)
+        del self._places, self._drawn, self._loaded  # what they hold is given back before more is loaded
         self._take_in(params, version)
 
     def _put_back(self, rows: Sequence[OpenRow]) -> None:

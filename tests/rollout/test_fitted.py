@@ -145,13 +145,13 @@ def answers(engine, params, most):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("most", [None, 4])
-@pytest.mark.parametrize("place", [0, 0.2, 0.7])
+@pytest.mark.parametrize("place", [0.2, 0.7])
 def test_scores_and_experts_are_those_of_a_run_that_fits(most, place):
     changes = {"max_rows": 4, "routed": True}
     engine, params = short("qwen3_moe", **changes)
     expected = answers(engine, params, most)
     first = int(place * engine.mode.calls)
-    for number in range(first, first + 60, 19):
+    for number in range(first, first + 60, 29):
         found = answers(short("qwen3_moe", number, **changes)[0], params, most)
         for name, one in expected.items():
             other = found[name]
@@ -159,7 +159,7 @@ def test_scores_and_experts_are_those_of_a_run_that_fits(most, place):
             for part in ("tokens", "versions", "experts"):
                 assert torch.equal(getattr(other, part), getattr(one, part)), part
             for x, y in zip(numbers_of(other), numbers_of(one), strict=True):
-                torch.testing.assert_close(x, y, rtol=0, atol=1e-10)
+                torch.testing.assert_close(x, y, rtol=0, atol=1e-10, equal_nan=True)
 
 
 @pytest.mark.slow
