@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import UserDict
 
 import attrs
 import pytest
@@ -131,12 +132,12 @@ def test_keys_and_values_are_given_back_before_newer_weights_are_loaded():
     engine = engine_of(attrs.evolve(model, compute_dtype=torch.bfloat16), max_rows=64)
     held = []
 
-    class Watched(dict):
+    class Watched(UserDict):
         """Parameters that note what is alive when they are first read."""
 
-        def items(self):
+        def __getitem__(self, name):
             held.append(limited.live)
-            return super().items()
+            return super().__getitem__(name)
 
     with Limited() as limited, engine.open(params) as requests:
         loaded = limited.live
