@@ -18,7 +18,7 @@ from fppo.studies.plan.passes import Built
 from fppo.studies.plan.plan import Plan, plan
 from fppo.studies.plan.rollout import OUTSIDE
 from fppo.studies.plan.run import case_of
-from fppo.studies.plan.search import TOKENS, Remedy, remedies
+from fppo.studies.plan.search import TOKENS, Remedy, single_remedies
 from fppo_kernels.table import Kernels
 
 _LOG_PROBS = "log-probs"
@@ -43,7 +43,7 @@ class RunNeeds:
     checkpoint: float  # bytes of one
     model: float  # bytes of the exported policy
     disk: float  # bytes of all that the run writes, with the checkpoint under way
-    helping: tuple[str, ...] = ()  # changes with which it would fit, as flags, the fastest first
+    helping: tuple[str, ...] = ()  # single changes with which it would fit, as flags, the fastest first
 
     @property
     def fits(self) -> bool:
@@ -54,8 +54,8 @@ class RunNeeds:
 def needs_of(
     of: TrainSettings, options: PlanSettings, *, lengths: Sequence[int] = (), kernels: Kernels | None = None
 ) -> RunNeeds:
-    """Plan a run's memory, time and disk, with changes that would make it fit if it does not (`options.tries`). Raises
-    ValueError for a model, a GPU or a case that cannot be planned.
+    """Plan a run's memory, time and disk; for one that does not fit, try single changes that would help if
+    `options.tries`. Raises ValueError for a model, a GPU or a case that cannot be planned.
 
     `lengths` are the prompts' tokens, if they are known: the longest counts for memory, their mean for time; else all
     are as long as they may be. With the run's `kernels` the pace of this machine's CPU is measured.
@@ -68,7 +68,7 @@ def needs_of(
     planned = plan(case if pace is None else attrs.evolve(case, pace=pace))
     checkpoint, model = _saved(planned.case)
     step = _step_seconds(of, planned, mean)
-    found = remedies(planned) if options.tries and not planned.fits else []
+    found = single_remedies(planned, Built()) if options.tries and not planned.fits else []
     samples = 0.0 if of.log.samples == 0 else 1e9 * of.log.samples_gb
     return RunNeeds(
         gpu=planned.case.hardware.name,

@@ -73,9 +73,8 @@ def remedies(base: Plan) -> list[Remedy]:
     More GPUs are tried only if nothing helps on the given number. Empty if nothing helps at all.
     """
     case, built = base.case, Built()
-    remedies = [r for family in families(case) if _helps(family, base) and (r := _first(case, family, built))]
-    if remedies:
-        return sorted(remedies, key=lambda remedy: remedy.seconds_per_token)
+    if found := single_remedies(base, built):
+        return found
     together = _together(case, built)
     if together is not None:
         return [together]
@@ -84,6 +83,13 @@ def remedies(base: Plan) -> list[Remedy]:
     both = next((r for flags in wider if (r := _together(applied(case, flags), built, flags)) is not None), None)
     remedies = [remedy for remedy in (both, alone) if remedy is not None]
     return sorted(remedies, key=lambda remedy: remedy.plan.case.world)
+
+
+def single_remedies(base: Plan, built: Built) -> list[Remedy]:
+    """Single changes on the given number of GPUs with which a plan fits, the fastest first."""
+    case = base.case
+    found = [r for family in families(case) if _helps(family, base) and (r := _first(case, family, built))]
+    return sorted(found, key=lambda remedy: remedy.seconds_per_token)
 
 
 def families(case: Case) -> list[list[Flags]]:
