@@ -175,6 +175,11 @@ def at_least(low: float) -> Check:
     return lambda x: None if x is None or x >= low else f"must be {low} or more"
 
 
+def auto_or(check: Check) -> Check:
+    """Make the check that a setting is "auto", or passes `check`."""
+    return lambda x: None if x == "auto" else check(x)
+
+
 def above(low: float) -> Check:
     """Make the check that a number is greater than `low`."""
     return lambda x: None if x is None or x > low else f"must be greater than {low}"

@@ -46,7 +46,8 @@ class EngineOptions:
     """How the engine of the policy's responses runs."""
 
     vllm: VllmSettings | None  # None: the embedded engine
-    cache_gb: float | None
+    cache_bytes: int | None
+    halve_on_oom: bool  # whether the embedded engine's rows are halved where they do not fit
     bucket_mb: int  # of parameters that are sent at once
     routed: bool  # whether it records the experts that routers choose
     exact: bool  # whether its log-probs are those of training, bit for bit
@@ -59,7 +60,8 @@ def engine_options(section: RolloutSettings, model: ModelSettings, *, routed: bo
     used = section.engine == "vllm" and (section.from_ is None or held_out)
     return EngineOptions(
         vllm=attrs.evolve(section.vllm, adapter=model.lora.send) if used else None,
-        cache_gb=section.cache_gb,
+        cache_bytes=section.cache_bytes,
+        halve_on_oom=section.cache_gb == "auto",
         bucket_mb=section.vllm.bucket_mb,
         routed=routed,
         exact=section.exact,
@@ -89,7 +91,8 @@ def embedded_engine(options: EngineOptions, model: Model, pad_token_id: int, mes
         model=model,
         kernels=tools.kernels,
         pad_token_id=pad_token_id,
-        cache_bytes=None if options.cache_gb is None else round(options.cache_gb * 2**30),
+        cache_bytes=options.cache_bytes,
+        halve_on_oom=options.halve_on_oom,
         mesh=mesh,
         routed=options.routed,
         exact=options.exact,

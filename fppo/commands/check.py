@@ -24,7 +24,7 @@ from fppo.assembly.idle import idle_lines
 from fppo.assembly.inputs import Inputs
 from fppo.assembly.machine import resolved
 from fppo.commands import output
-from fppo.commands.needs import NO_FIT, duration, planned_needs
+from fppo.commands.needs import duration, no_fit, planned_needs
 from fppo.commands.plan import planned_on
 from fppo.data import PromptSet
 from fppo.data.tokenizers import encode_after
@@ -94,7 +94,7 @@ def check(
     wanted = wanted if options.gpu else planned_on(wanted, inputs.device)
     needs, sections, fits = planned_needs(settings, wanted, chosen, inputs)
     free = free_bytes(Path(settings.output_dir))
-    faults = _faults(needs, free, rewarded) + ([] if fits else [NO_FIT] if needs else sections[-1:])
+    faults = _faults(needs, free, rewarded) + ([] if fits else [no_fit(needs)] if needs else sections[-1:])
     plain = files.differing(chosen, resolved(TrainSettings(), inputs.device)[0])
     said = notes, said_of_old_log_probs(chosen), idle_lines(chosen)
     lines = [

@@ -28,7 +28,8 @@ def status_of(error: Exception, name: str, *, show: bool) -> int:
     if isinstance(error, BrokenPipeError) and _is_abandoned():
         return 128 + signal.SIGPIPE
     if name in TRAINING and _lacks_memory(error):
-        error.add_note('out of memory: token_budget = "auto" cuts passes, then run the same command again to resume')
+        helps = 'token_budget = "auto" cuts passes, and rollout.cache_gb = "auto" what is sampled at once'
+        error.add_note(f"out of memory: {helps}; then run the same command again to resume")
         error.add_note("docs/guides/memory.md says what else helps")
     trace = "".join(traceback.format_exception(error))
     if not _is_for_the_user(error):

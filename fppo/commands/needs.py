@@ -28,6 +28,7 @@ STAGES = MappingProxyType(  # of a plan, as runs call them
     | {"values": "values", "update critic": "update_critic", "update actor": "update_actor"}
 )
 NO_FIT = "it does not fit in memory; fppo plan says what would make it fit"
+_NAMED = 4  # changes that would make a run fit, of those that were found
 _LEAST = 300.0  # seconds of steps from which a run reports how far off its plan was: planning takes time, too
 
 
@@ -55,6 +56,12 @@ def planned_needs(
     return needs, [], needs.fits
 
 
+def no_fit(needs: RunNeeds) -> str:
+    """Words on a run that does not fit, with changes of settings with which it would."""
+    found = "".join(f"\n  {words}" for words in needs.helping[:_NAMED])
+    return f"{NO_FIT}, at what cost; it would with one of these:{found}" if found else NO_FIT
+
+
 def lines_at_end(
     settings: TrainSettings, inputs: Inputs, records: Sequence[Mapping[str, Any]], ranks: int
 ) -> list[str]:
@@ -67,7 +74,8 @@ def lines_at_end(
     if not (long or stages):
         return []
     chosen, _ = resolved(settings, inputs.device)
-    needs, _, _ = planned_needs(settings, planned_on(PlanSettings(gpus=ranks), inputs.device), chosen, inputs)
+    options = planned_on(PlanSettings(gpus=ranks, tries=False), inputs.device)
+    needs, _, _ = planned_needs(settings, options, chosen, inputs)
     if needs is None:
         return []
     peaks = [GIB * x[ALLOCATED] for x in records[-1:] if ALLOCATED in x] or list(stages.values())

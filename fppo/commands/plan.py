@@ -24,11 +24,12 @@ from fppo.settings.placement import places_of
 from fppo.settings.plan import HERE, PlanSettings, pools_of_run
 from fppo.settings.train import TrainSettings
 from fppo.studies.plan import text
-from fppo.studies.plan.case import GIB, Case, Role
+from fppo.studies.plan.case import GIB, Case
 from fppo.studies.plan.columns import column_calls
+from fppo.studies.plan.needs import flags_of
 from fppo.studies.plan.plan import plan, plan_engines
 from fppo.studies.plan.run import budgeted, case_of, engines_of, part_of
-from fppo.studies.plan.search import TOKENS, Remedy, remedies, search
+from fppo.studies.plan.search import remedies, search
 from fppo.workers.imports import import_modules
 
 Shown = tuple[list[text.Section], dict[str, Any], bool]  # text, numbers, and whether it fits
@@ -89,7 +90,7 @@ def _planned(of: TrainSettings, options: PlanSettings, case: Case, pool: str | N
     """Plan a case, with changes that would make it fit if it does not; `pool` names the pool that the case is for."""
     estimate, helping = plan(case), None
     if options.tries and not estimate.fits:
-        helping = [attrs.evolve(x, pool=pool, flags=_flags(of, x)) for x in remedies(estimate)]
+        helping = [attrs.evolve(x, pool=pool, flags=flags_of(of, x)) for x in remedies(estimate)]
     return text.of_plan(estimate, helping), text.numbers_of_plan(estimate, helping), estimate.fits
 
 
@@ -111,19 +112,3 @@ def planned_pools(of: TrainSettings, options: PlanSettings) -> Shown:
         numbers[name] = {**shown[1], **({"columns": calls[name]} if name in calls else {})}
         fits = fits and shown[2]
     return sections, numbers, fits
-
-
-def _flags(of: TrainSettings, remedy: Remedy) -> dict[str, Any]:
-    """The changes of a remedy as settings of the run: a token budget becomes a micro-batch size if the run sets that,
-    and also applies to the critic if its passes are those of the actor."""
-    flags, case = dict(remedy.flags), remedy.plan.case
-    if (tokens := flags.pop(TOKENS, None)) is None:
-        return flags
-    critic = case.critic and case.has("critic") and case.roles.get("critic", Role()).tokens is None
-    sections = {"actor": of.actor if case.has("actor") else None, "critic": of.critic if critic else None}
-    for name, section in sections.items():
-        if section is not None and section.micro_batch_size:
-            flags[f"{name}.micro-batch-size"] = tokens // case.length
-        elif section is not None:
-            flags[f"{name}.token-budget"] = tokens
-    return flags

@@ -40,7 +40,8 @@ class DrawnRows:
     """Rows in places, numbered from 0 without a gap, as draws see them.
 
     Draws are logged, and laid out by row when rows come or go. Rows that have ended may stay for a while; what they
-    draw then is dropped. `score` computes log-probs of tokens whose hidden states were logged.
+    draw then is dropped. `score` computes log-probs of tokens whose hidden states were logged. A method that raises
+    for lack of memory leaves what was drawn before, which `taken` returns.
     """
 
     def __init__(self, device: torch.device, score: ScoreKind) -> None:
@@ -60,6 +61,7 @@ class DrawnRows:
         self._queued = self._stopping = False  # whether rows have tokens to run first, and whether tokens end rows
         self._readers: list[int] = []  # places of rows that end with a text
         self._left = 1  # draws until the first row has its most tokens
+        self._due = False  # whether what was logged is laid out before the next draw
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -70,39 +72,31 @@ class DrawnRows:
             return
         self.fold()
         first, more = len(self), len(rows)
-        self.rows = [*self.rows, *rows]
-        self.pending = torch.cat([self.pending, sent(tensor_of(pending, torch.int64), self._device)])
+        whole = torch.cat([self.pending, sent(tensor_of(pending, torch.int64), self._device)])
+        stops = [row.request.sampling.stop_token_ids for row in rows]
+        self._stops = _roomy(self._stops, first + more, max(map(len, stops)), -1)
+        width = self._stops.shape[1]
+        own = [[*ids, *[-1] * (width - len(ids))] for ids in stops]
+        self._stops[first : first + more] = sent(torch.tensor(own, dtype=torch.int64), self._device)
+        self._uniforms = _roomy(self._uniforms, first + more, CHUNK)
+        self.rows, self.pending, self._drawing = [*self.rows, *rows], whole, None
         self._counts = np.append(self._counts, np.zeros(more, dtype=np.int64))
         self._ends = np.append(self._ends, np.zeros(more, dtype=np.int64))
         self._ran_at = np.append(self._ran_at, np.zeros(more, dtype=np.int64))
         self._most = np.append(self._most, [row.tokens_left for row in rows])
         self._kinds = np.append(self._kinds, [row.kind for row in rows])
         self._ran_before = np.append(self._ran_before, np.full(more, self._ran))
-        stops = [row.request.sampling.stop_token_ids for row in rows]
-        self._stops = _roomy(self._stops, len(self), max(map(len, stops)), -1)
-        width = self._stops.shape[1]
-        own = [[*ids, *[-1] * (width - len(ids))] for ids in stops]
-        self._stops[first : len(self)] = sent(torch.tensor(own, dtype=torch.int64), self._device)
-        self._uniforms = _roomy(self._uniforms, len(self), CHUNK)
-        self._renew()
 
     def leave(self, moves: Moves) -> None:
         """Take rows out, after `taken`, and move others to their places."""
-        self.rows = [self.rows[place] for place in moves.order.tolist()]
         order, holes, movers = (self._sent(x) for x in moves)
-        self.pending = self.pending[order]
-        for name in ("_counts", "_most", "_kinds", "_ran_before", "_ends", "_ran_at"):
-            setattr(self, name, getattr(self, name)[moves.order])
+        pending = self.pending[order]
         for x in (self._uniforms, self._stops, *self._columns.values()) if len(holes) else ():
             x[holes] = x[movers]
-        self._renew()
-
-    def _renew(self) -> None:
-        assert not self._log
-        self._drawing = None
-        self._queued = any(row.queued_tokens for row in self.rows)
-        self._readers = [place for place, row in enumerate(self.rows) if row.reader is not None]
-        self._stopping = any(row.request.sampling.stop_token_ids for row in self.rows)
+        self.rows = [self.rows[place] for place in moves.order.tolist()]
+        self.pending, self._drawing = pending, None
+        for name in ("_counts", "_most", "_kinds", "_ran_before", "_ends", "_ran_at"):
+            setattr(self, name, getattr(self, name)[moves.order])
 
     def ran(self, experts: Tensor | None) -> None:
         """Note that the pending token of each row ran, with its experts [R, L, k]."""
@@ -113,13 +107,16 @@ class DrawnRows:
     def drawing(self) -> tuple[DrawingRows, Tensor]:
         """The rows that draw next, and the uniform number of each one's draw [r]."""
         made = self._drawing
-        if made is None or len(self._log) == made.numbers.shape[1]:
+        if made is None or self._due or len(self._log) == made.numbers.shape[1]:
             self.fold()
             made = self._drawing = self._made()
         return made, made.numbers[:, len(self._log)]
 
     def _made(self) -> DrawingRows:
         rows, places = self.rows, np.arange(len(self))
+        self._queued = any(row.queued_tokens for row in rows)
+        self._readers = [place for place, row in enumerate(rows) if row.reader is not None]
+        self._stopping = any(row.request.sampling.stop_token_ids for row in rows)
         if self._queued:
             places = np.array([place for place in places if not rows[place].queued_tokens], dtype=np.int64)
             rows = [rows[place] for place in places]
@@ -156,18 +153,16 @@ class DrawnRows:
         rows that end with them, and how."""
         made = self._drawing
         assert made is not None
-        self._log.append((draws, hidden))
-        self.pending, places = draws.tokens, made.places
+        pending, places = draws.tokens, made.places
         if places is not None:
             queued = [0 if not row.queued_tokens else row.queued_tokens.popleft() for row in self.rows]
-            self.pending = sent(tensor_of(queued, torch.int64), self._device).index_copy(0, places, draws.tokens)
+            pending = sent(tensor_of(queued, torch.int64), self._device).index_copy(0, places, draws.tokens)
         ended = self._ended(draws.tokens, places)
+        self._log.append((draws, hidden))  # from here on they are taken: nothing below needs memory
+        self.pending = pending
         for place in ended:
             self._ends[place], self._ran_at[place] = self._counts[place] + len(self._log), self._ran
-        if places is not None or (hidden is not None and len(self._log) * len(made.rows) >= _SCORED):
-            self.fold()
-        if places is not None:
-            self._renew()
+        self._due = places is not None or (hidden is not None and len(self._log) * len(made.rows) >= _SCORED)
         return ended
 
     def _ended(self, tokens: Tensor, places: Tensor | None) -> dict[int, End]:
@@ -175,7 +170,7 @@ class DrawnRows:
         self._left -= 1
         if self._left == 0:
             drawn = np.arange(len(self)) if places is None else places.cpu().numpy()
-            at_most = self._counts[drawn] + len(self._log) == self._most[drawn]
+            at_most = self._counts[drawn] + len(self._log) + 1 == self._most[drawn]
             ended |= {place: "length" for place in drawn[at_most].tolist()}
         if self._stopping:
             stops = self._stops[: len(self)] if places is None else self._stops[places]
@@ -218,7 +213,7 @@ class DrawnRows:
         for name, x in columns.items():
             self._write(name, x, places, begins)
         self._counts[own] += len(self._log)
-        self._log, self._drawing = [], None
+        self._log, self._drawing, self._due = [], None, False
 
     def scored(self, made: DrawingRows, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Log-probs [r, *] of tokens [r, *] of rows that draw, by the hidden states [r, *, H] before them."""
@@ -251,7 +246,7 @@ class DrawnRows:
             own = {name: x[index, : longest[name]] for name, x in self._columns.items()}
         with torch.inference_mode(False):  # for users, who may differentiate
             whole = {name: x.to("cpu", copy=True) for name, x in own.items()}
-        self._counts[places], self._ran_before[places] = 0, self._ran
+        self._counts[places], self._ends[places], self._ran_before[places] = 0, 0, self._ran
         self._most[places] -= counts
         self._drawing = None
         parts, nothing = list[PlacedTokens](), (torch.zeros(0, dtype=torch.int64), torch.zeros(0), torch.zeros(0))

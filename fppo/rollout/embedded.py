@@ -23,6 +23,7 @@ from fppo.rollout.answered import answered
 from fppo.rollout.decoder import PACKED, Decoder, decoder_of
 from fppo.rollout.engine import Ask
 from fppo.rollout.exact import check_exact_engine, head_log_probs, rounded_product
+from fppo.rollout.fitted import FittedSizes
 from fppo.rollout.opened import EmbeddedRequests, LoadedPolicy, MemoryBudget
 from fppo.rollout.prefill import trial_token
 from fppo.rollout.sampling import Columns
@@ -54,6 +55,9 @@ class EmbeddedEngine:
     half of a GPU's free memory, and no bound on a CPU. `prefill_tokens` bounds the prompt tokens of one pass (a longer
     prompt runs alone). `graphs` records decoding steps and replays them; None: on a GPU, where they can be recorded.
 
+    With `halve_on_oom`, a step that runs out of memory is repeated with half as many rows or prompt tokens, which the
+    engine remembers; a row that does not fit by itself raises RunFailed.
+
     On a `mesh` that cuts parameters, they are shards. The ranks of a tensor axis answer the same prompts `together`,
     each with its shard of the weights, the keys and values, and the vocabulary. Parameters cut along other axes are
     gathered first; beside an expert axis all are, and the model runs as it was before it was placed on the mesh.
@@ -67,7 +71,7 @@ class EmbeddedEngine:
 
     Raises ValueError if `cache_bytes` cannot hold one row, for a model whose states differ in transformers between
     decoding by one token and a pass over a row, for `graphs` where steps cannot be recorded, for `routed` without
-    routers, and for `exact` with inexact parts.
+    routers, for `exact` with inexact parts, and for `halve_on_oom` on a tensor axis.
     """
 
     model: Model
@@ -81,6 +85,8 @@ class EmbeddedEngine:
     routed: bool = False
     merges: bool | None = None
     exact: bool = False
+    halve_on_oom: bool = False
+    _fitted: FittedSizes = attrs.field(factory=FittedSizes, init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         check_decodes(self.model.skeleton)
@@ -88,6 +94,11 @@ class EmbeddedEngine:
             check_routers(self.model, "leave out routed (in settings algorithm.router_replay)")
         if self.exact:
             check_exact_engine(self.model, self.kernels, self.mesh)
+        if self.halve_on_oom and self.together:
+            raise ValueError(
+                f"halve_on_oom = True: the {self.mesh['tensor'].size} ranks of a tensor axis decode together, so none "
+                'can repeat a step alone; give cache_bytes (rollout.cache_gb) as a number, not as "auto"'
+            )
 
     @property
     def together(self) -> tuple[str, ...]:
@@ -102,8 +113,9 @@ class EmbeddedEngine:
         Raises ValueError for no prompts, for empty ones or ones not padded on the left, and for responses that may
         outgrow the model's learned positions or the length for which its rope is made.
         """
-        with self.open(params, version=ask.version) as requests:
-            device = devices.home_of(next(iter(params.values())).device)
+        device, opening = devices.home_of(next(iter(params.values())).device), self.open(params, version=ask.version)
+        del params  # what was fetched for this call is given back once the engine has its own copies
+        with opening as requests:
             return answered(requests, ask, pad_token_id=self.pad_token_id, device=device)
 
     @contextlib.contextmanager
@@ -116,7 +128,7 @@ class EmbeddedEngine:
         `max_rows` bounds the rows that decode together, and `cache_bytes` the memory for keys and values, including
         kept contexts; requests that do not fit wait.
         """
-        yield EmbeddedRequests(
+        requests = EmbeddedRequests(
             self._loaded,
             params,
             version,
@@ -124,7 +136,10 @@ class EmbeddedEngine:
             most_waiting=most_waiting,
             together=self.together,
             limit=_limit(self.model),
+            fitted=self._fitted if self.halve_on_oom else None,
         )
+        del params
+        yield requests
 
     def _loaded(self, params: Mapping[str, Tensor]) -> LoadedPolicy:
         """Prepare parameters for an open engine; all ranks of a mesh call at once."""
@@ -180,10 +195,10 @@ class EmbeddedEngine:
     def _budget(self, bound: models.Bound, policy: DecodingPolicy) -> MemoryBudget | None:
         """The bound of the memory for keys and values; None: no bound."""
         device, most = policy.device, self.cache_bytes
-        if most is None and not devices.is_accelerator(device):
+        if most is None and not devices.is_accelerator(device) and not self.halve_on_oom:
             return None
         token, row = bound(lambda _: trial_token(policy))
-        if most is None:
+        if most is None and devices.is_accelerator(device):
             unused = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
             free = torch.tensor((torch.accelerator.get_memory_info(device)[0] + unused) // 2, device=device)
             most = int(all_reduce(free, policy.columns.axis, dist.ReduceOp.MIN))

@@ -16,11 +16,13 @@ from torch import Tensor
 from fppo.models.model import Model
 from fppo.models.run import Bound
 from fppo.models.several import Adapter, fitted
+from fppo.rollout.banks import BankLayout
 from fppo.rollout.decoder import DecoderFactors
 from fppo.rollout.drawn import DrawingRows, DrawnRows, ScoreKind
 from fppo.rollout.engine import Sampling
+from fppo.rollout.fitted import FittedSizes, alone
 from fppo.rollout.places import DecodeSlots, ServedAdapter
-from fppo.rollout.prefill import PrefillInput, RowContext, first_logits, prefill
+from fppo.rollout.prefill import PrefillInput, PrefillResult, RowContext, first_logits, prefill, prefill_parts
 from fppo.rollout.records import tensor_of
 from fppo.rollout.requests import (
     DrawnTokens,
@@ -37,6 +39,7 @@ from fppo.rollout.scores import ScoredPrompt, top_tokens, whole_logits
 from fppo.rollout.stepping import DecodingPolicy, HeadLogProbs, Next
 from fppo.rollout.waiting import Fits, WaitingRows
 from fppo.runtime.graphs import Record
+from fppo.steps.memory import lack_noted, released
 from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.padding import sent
 from fppo_kernels.table import takes_key_lengths
@@ -48,7 +51,7 @@ _FEW = 8  # a row with up to so many new tokens runs them one by one while other
 class MemoryBudget(NamedTuple):
     """Bytes for keys, values and states."""
 
-    most: int
+    most: int | None  # None: no bound
     token: int  # of one token's keys and values
     row: int  # of one row's states
 
@@ -59,7 +62,7 @@ class LoadedPolicy(NamedTuple):
     model: Model  # the engine's own
     bound: Bound
     policy: DecodingPolicy
-    budget: MemoryBudget | None  # None: no bound
+    budget: MemoryBudget | None  # None: no bound, and no count
     scores: Callable[[float], HeadLogProbs] | None  # for a temperature, if log-probs are to be a training pass's own
     recorder: Callable[[], Record] | None  # makes recorders of steps, if steps are recorded
 
@@ -70,6 +73,9 @@ class EmbeddedRequests:
     A kept row keeps its keys, values and states. When it comes back, only its new tokens run, the last one that it drew
     and an observation, in one pass with those of other rows. If the model carries states, the new tokens run one by
     one, in the steps in which other rows draw.
+
+    With `fitted`, a step that runs out of memory is repeated: all keys and values are given back, open rows go on from
+    what they have drawn, and `fitted` gets the smaller sizes.
     """
 
     def __init__(
@@ -82,9 +88,10 @@ class EmbeddedRequests:
         most_waiting: int | None,
         together: tuple[str, ...],
         limit: int | None,
+        fitted: FittedSizes | None = None,
     ) -> None:
         self._load, self._most_rows, self._most_waiting = load, max_rows, most_waiting
-        self._together, self._limit = together, limit
+        self._together, self._limit, self._fitted = together, limit, fitted
         self._waiting = WaitingRows()
         self._adapters: dict[str, ServedAdapter] = {}
         self._version = version
@@ -93,6 +100,7 @@ class EmbeddedRequests:
         self._cancelled: list[FinishedRequest] = []
         self._kinds: dict[Sampling, int] = {}  # by all options, and by those of a draw alone
         self._samplings: list[Sampling] = []  # of each kind
+        self._prefilling: Sequence[PrefillInput] = ()  # in the pass that runs now
         self._take_in(params, version)
 
     @property
@@ -140,22 +148,48 @@ class EmbeddedRequests:
 
     def step(self, most: int | None = None) -> StepResult:
         """Draw one token of each request that has a place, or up to `most`, and return the tokens and the requests that
-        ended; see `Requests.step`. With `most` the tokens are not listed."""
+        ended; see `Requests.step`. With `most` the tokens are not listed. Raises RunFailed for a row that does not fit
+        into memory by itself, where sizes are `fitted`."""
         finished, self._cancelled = self._cancelled, []
-        tokens, ended = DrawnTokens(version=self._version), dict[int, End]()
+        tokens, ended, left = DrawnTokens(version=self._version), dict[int, End](), most or 1
         with torch.inference_mode(), for_any_shape(self._loaded.policy.device):
-            for _ in range(most or 1):
-                if not self._open:
-                    break
-                rows, draws, new = self._stepped(scores=most is None)
-                ended |= new
-                if most is None:
-                    tokens = DrawnTokens(rows.names, *(x.tolist() for x in draws), version=self._version)
-                if self._due(ended):
-                    finished += self._end(ended)
+            while left and self._open:
+                with lack_noted(repeat=self._fitted is not None) as errors:
+                    rows, draws, new = self._stepped(scores=most is None)
+                    left, ended = left - 1, ended | new
+                    if most is None:
+                        tokens = DrawnTokens(rows.names, *(x.tolist() for x in draws), version=self._version)
+                    if not left or self._due(ended):
+                        finished += self._end(ended)
+                        ended = {}
+                if errors:
+                    finished += self._make_room(errors[0])
                     ended = {}
-            finished += self._end(ended)
         return StepResult(tokens, finished)
+
+    def _make_room(self, error: str) -> list[FinishedRequest]:
+        """Give back what a step that ran out of memory had on the device, and halve the size that may help. Open rows
+        wait again, with what they have drawn; returns those that had ended."""
+        waiting = set(map(id, self._waiting))
+        rows = [row for row in self._open.values() if id(row) not in waiting]
+        contexts = [*self._kept.values(), *self._waiting]
+        held = sum(x.context is not None for x in contexts)
+        prefilled, self._prefilling = [len(item.ids) for item in self._prefilling], ()
+        self._places = self._slots()
+        released()
+        self._take_parts(range(len(self._drawn)))
+        self._drawn = self._drawn_rows()
+        ends = [(row, row.end()) for row in rows]
+        self._put_back([row for row, end in ends if end is None])
+        whole = self._bytes(max(row.max_length for row in rows))
+        cuts = not any(self._whole(row) for row in rows)
+        assert self._fitted is not None
+        if not self._fitted.halve(prefilled, rows=len(rows) + held, row_bytes=whole, cuts=cuts):
+            raise alone(rows[0], error)
+        ended = [(row, end) for row, end in ends if end is not None]
+        for row, _ in ended:
+            self._keep(row, None)
+        return [self._closed(row, end) for row, end in ended]
 
     def _due(self, ended: Mapping[int, End]) -> bool:
         """Whether rows that have ended leave now; else they stay among those that draw, since it takes time to move
@@ -194,15 +228,21 @@ class EmbeddedRequests:
         anew."""
         live = self._drawn.rows
         self._take_parts(range(len(live)))
-        self._waiting.put_back(live)
+        self._put_back(live)
+        del self._places, self._drawn, self._loaded  # what they hold is given back before more is loaded
+        self._take_in(params, version)
+
+    def _put_back(self, rows: Sequence[OpenRow]) -> None:
+        """Let rows wait again, before others; the contexts of all rows are to be computed anew."""
+        self._waiting.put_back(rows)
         for row in self._waiting:
             row.context = None
             row.queued_tokens.clear()
             row.experts.clear()
+            del row.drawn[row.count :]
             if row.prompt is not None:
                 row.prompt.read = None
         self._kept = {name: attrs.evolve(kept, context=None) for name, kept in self._kept.items()}
-        self._take_in(params, version)
 
     def put(self, name: str, adapter: Adapter, version: int = 0) -> None:
         """Store a copy of an adapter under a name, in place of an earlier one; open rows with it go on with the newer
@@ -231,10 +271,15 @@ class EmbeddedRequests:
     def _take_in(self, params: Mapping[str, Tensor], version: int) -> None:
         self._version = version
         self._loaded = loaded = self._load(params)
-        spare = 2 if loaded.budget is None else 8
-        self._places = DecodeSlots(loaded.bound, loaded.policy, self._limit, spare, loaded.recorder, self._adapters)
         self._in_passes = not loaded.policy.model.stateful and takes_key_lengths(loaded.policy.kernels.attention)
-        self._drawn = DrawnRows(loaded.policy.device, _scored_by(self._samplings, loaded.scores))
+        self._places, self._drawn = self._slots(), self._drawn_rows()
+
+    def _slots(self) -> DecodeSlots:
+        loaded, spare = self._loaded, 2 if self._loaded.budget is None else 8
+        return DecodeSlots(loaded.bound, loaded.policy, self._limit, spare, loaded.recorder, self._adapters)
+
+    def _drawn_rows(self) -> DrawnRows:
+        return DrawnRows(self._loaded.policy.device, _scored_by(self._samplings, self._loaded.scores))
 
     def _kind_of(self, sampling: Sampling) -> int:
         """Index in `_samplings` of the options by which a row draws."""
@@ -249,9 +294,10 @@ class EmbeddedRequests:
     def _check_budget(self, request: Request, before: int) -> None:
         tokens = before + len(request.ids) + request.sampling.max_tokens
         size, budget = self._bytes(tokens), self._loaded.budget
-        if budget is not None and size > budget.most:
+        most = None if budget is None or self._fitted is not None else budget.most
+        if most is not None and size > most:
             raise ValueError(
-                f"cache_bytes = {budget.most:,}: request {request.name!r} may have {tokens} tokens, {size:,} bytes of "
+                f"cache_bytes = {most:,}: request {request.name!r} may have {tokens} tokens, {size:,} bytes of "
                 "keys and values: give it more, or fewer tokens"
             )
 
@@ -268,7 +314,8 @@ class EmbeddedRequests:
     def _fitting(self) -> Fits:
         """A function that says whether a row can begin beside the rows that draw and those `dealt` before it. `fresh`
         prompts leave room for kept rows to come back; a row alone always fits."""
-        budget, longest = self._loaded.budget, self._places.longest
+        bounds = (self._loaded.budget and self._loaded.budget.most, self._fitted and self._fitted.cache_bytes)
+        budget, longest = min((x for x in bounds if x is not None), default=None), self._places.longest
         held = [x.context.length for x in (*self._kept.values(), *self._waiting.coming) if x.context is not None]
         coming, held_bytes = len([*self._waiting.coming]), sum(map(self._bytes, held))
 
@@ -280,9 +327,9 @@ class EmbeddedRequests:
             most = max(longest, row.max_length)
             one = self._bytes(self._places.columns(most, most))
             if fresh:
-                fit = budget is None or not count or (count + 1 + len(self._kept) + coming) * one <= budget.most
+                fit = budget is None or not count or (count + 1 + len(self._kept) + coming) * one <= budget
             else:
-                fit = budget is None or not count or (count + 1) * one + held_bytes <= budget.most
+                fit = budget is None or not count or (count + 1) * one + held_bytes <= budget
             if fit:
                 longest = most
                 coming -= not fresh
@@ -298,11 +345,13 @@ class EmbeddedRequests:
         """Draw one more token of each row that has a place or gets one now. Returns the rows that drew, the draws, and
         the places of rows that end. With `scores` log-probs are final; else some may be computed later."""
         by_steps, others = self._chosen() if len(self._waiting) else ([], [])
-        self._reserve(by_steps, [row.context for row in by_steps if row.context is not None])
+        contexts = [row.context for row in by_steps if row.context is not None]
+        if by_steps:
+            self._reserve(by_steps, contexts[0].layout, max(len(row.ids) for row in by_steps))
         pending = [row.uncached_ids for row in by_steps]
         for row, (_, *rest) in zip(by_steps, pending, strict=True):
             row.queued_tokens = deque(rest)
-        self._place(by_steps, [row.context for row in by_steps if row.context is not None], [x[0] for x in pending])
+        self._place(by_steps, contexts, [x[0] for x in pending])
         parts: list[Next] = []
         if len(self._drawn):
             parts.append(self._places.step(self._drawn.pending))
@@ -314,11 +363,10 @@ class EmbeddedRequests:
             hidden = torch.cat([part.hidden for part in parts if part.hidden is not None])
         return self._draw(logits, hidden, scores=scores)
 
-    def _reserve(self, rows: Sequence[OpenRow], contexts: Sequence[RowContext]) -> None:
-        if rows:
-            longest = max(len(row.ids) for row in rows)
-            most = longest + max(row.tokens_left for row in rows)
-            self._places.reserve(contexts[0].layout, len(rows), longest, most)
+    def _reserve(self, rows: Sequence[OpenRow], layout: BankLayout, longest: int) -> None:
+        """Make room for rows, of which the longest has contexts of `longest` tokens."""
+        most = max(len(row.ids) for row in rows) + max(row.tokens_left for row in rows)
+        self._places.reserve(layout, len(rows), longest, most)
 
     def _place(self, rows: Sequence[OpenRow], contexts: Sequence[RowContext], pending: Sequence[int]) -> None:
         """Give rows places among the rows that decode; each continues its own of the `contexts`, and its own of the
@@ -335,40 +383,62 @@ class EmbeddedRequests:
         first draws, in the order of their places."""
         prefills: dict[OpenRow | SharedPrompt, PrefillInput] = {}
         users: dict[OpenRow | SharedPrompt, list[OpenRow]] = {}
-        loaded = self._loaded
         for row in rows:
             source = row.prompt or row
             users.setdefault(source, []).append(row)
             if source not in prefills and (row.prompt is None or row.prompt.read is None):
-                row.fed += len(row.uncached_ids)
                 prefills[source] = self._prefill_input(row)
+        if not rows:
+            return
         ready = {
             prompt: prompt.read for prompt in users if isinstance(prompt, SharedPrompt) and prompt.read is not None
         }
+        longest = max([*(item.length for item in prefills.values()), *(x.context.length for x in ready.values())])
         reserved = False
-        passes = prefill(loaded.bound, loaded.policy, prefills)
-        for found in chain([ready] if ready else [], passes):
+        for found in chain([ready] if ready else [], self._prefilled(prefills)):
             if not reserved:  # after the first pass, whose activations are gone by then
-                self._reserve(rows, [result.context for result in found.values()])
+                self._reserve(rows, next(iter(found.values())).context.layout, longest)
             reserved = True
             contexts, begun = list[RowContext](), list[OpenRow]()
             for source, result in found.items():
                 begun += users[source]
                 contexts += [result.context] * len(users[source])
-                for row in users[source]:
-                    row.experts += [] if result.experts is None else [result.experts]
-                    row.prompt = None
                 if isinstance(source, SharedPrompt):
                     source.begin(users[source], result)
+                users[source][0].fed += len(prefills[source].ids) if source in prefills else 0
+                for row in users[source]:
+                    row.experts += [] if result.experts is None else [result.experts]
+                    row.queued_tokens = deque(row.ids[result.context.length :])
+                    row.prompt = None
             self._place(begun, contexts, [0] * len(begun))
-            yield from first_logits(contexts, loaded.policy.device)
+            yield from first_logits(contexts, self._loaded.policy.device)
+
+    def _prefilled(
+        self, prefills: Mapping[OpenRow | SharedPrompt, PrefillInput]
+    ) -> Iterator[dict[OpenRow | SharedPrompt, PrefillResult]]:
+        """Prefill rows in passes of as many tokens as are allowed and fit; yields the results of each pass."""
+        loaded, fitted = self._loaded, self._fitted and self._fitted.prefill_tokens
+        most = loaded.policy.prefill_tokens
+        for part in prefill_parts(prefills, most if fitted is None else min(fitted, most)):
+            self._prefilling = [*part.values()]
+            found = prefill(loaded.bound, loaded.policy, part)
+            self._prefilling = ()
+            yield found
+
+    @staticmethod
+    def _whole(row: OpenRow) -> bool:
+        """Whether all of a row without a context must run in one pass: it has images, or scores of its prompt."""
+        return row.inputs is not None or (row.prompt is not None and len(row.prompt.requested_scores) > 0)
 
     def _prefill_input(self, row: OpenRow) -> PrefillInput:
+        ids, most = row.uncached_ids, self._fitted and self._fitted.row_tokens
+        if most is not None and not self._whole(row):
+            ids = ids[:most]
         name = row.request.adapter
         requested_scores = () if row.prompt is None else tuple(row.prompt.requested_scores.values())
         adapter = None if name is None else self._adapters[name].adapter
         inputs = row.inputs if row.context is None else None  # else their keys and values are in the context
-        return PrefillInput(row.uncached_ids, row.context, inputs, adapter, requested_scores)
+        return PrefillInput(ids, row.context, inputs, adapter, requested_scores)
 
     def _draw(
         self, logits: Tensor, hidden: Tensor | None, *, scores: bool

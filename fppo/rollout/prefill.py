@@ -103,21 +103,24 @@ def first_logits(contexts: Sequence[RowContext], device: torch.device) -> list[N
     return parts
 
 
-def prefill(
-    bound: Bound, policy: DecodingPolicy, prefills: Mapping[K, PrefillInput]
-) -> Iterator[dict[K, PrefillResult]]:
-    """Prefill rows, in passes of at most `policy.prefill_tokens` tokens together; rows of one adapter are adjacent.
-    Yields the results of each pass.
-
-    A model with carried states prefills only whole prompts: transformers continues from states by one token at a time.
-    """
+def prefill_parts(prefills: Mapping[K, PrefillInput], most: int) -> Iterator[dict[K, PrefillInput]]:
+    """Split prefills into passes of at most `most` tokens together, or of one longer row; rows of one adapter are
+    adjacent."""
     first: dict[int, int] = {}
     kinds = {name: first.setdefault(id(item.adapter), len(first)) for name, item in prefills.items()}
     order = sorted(prefills, key=kinds.__getitem__)
-    for part in groups_within([len(prefills[name].ids) for name in order], policy.prefill_tokens) if order else ():
-        own = [prefills[name] for name in order[part]]
-        rows = beside(bound, adapter_slices([(item.adapter, len(item.ids)) for item in own]))
-        yield dict(zip(order[part], rows(lambda _, own=own: _prefill_together(policy, own)), strict=True))
+    for part in groups_within([len(prefills[name].ids) for name in order], most) if order else ():
+        yield {name: prefills[name] for name in order[part]}
+
+
+def prefill(bound: Bound, policy: DecodingPolicy, prefills: Mapping[K, PrefillInput]) -> dict[K, PrefillResult]:
+    """Prefill rows in one pass; rows of one adapter are adjacent.
+
+    A model with carried states prefills only whole prompts: transformers continues from states by one token at a time.
+    """
+    own = [*prefills.values()]
+    rows = beside(bound, adapter_slices([(item.adapter, len(item.ids)) for item in own]))
+    return dict(zip(prefills, rows(lambda _: _prefill_together(policy, own)), strict=True))
 
 
 def adapter_slices(sizes: Sequence[tuple[Adapter | None, int]]) -> list[OwnRows]:

@@ -31,9 +31,9 @@ class SharedPrompt:
         """Give rows that begin to draw their scores of the prefilled prompt. It is kept, in memory of its own, for rows
         that begin later."""
         if self.read is None:
-            self.scores = dict(zip(self.requested_scores, read.scores, strict=True))
             kept = len(rows) < self.missing
-            self.read = read._replace(context=read.context.apart()) if kept else None
+            self.read = read._replace(context=read.context.apart()) if kept else None  # may need too much memory
+            self.scores = dict(zip(self.requested_scores, read.scores, strict=True))
         self.missing -= len(rows)
         for row in rows:
             row.prompt_scores = self.release(row.name)
@@ -119,6 +119,13 @@ class OpenRow:
     def uncached_ids(self) -> list[int]:
         """The row's tokens after its context, which have not run yet."""
         return self.ids if self.context is None else self.ids[self.context.length :]
+
+    def end(self) -> End | None:
+        """How the row ended with the last token in its parts; None if it goes on."""
+        drawn = self.ids[len(self.ids) - self.count :]
+        if drawn and self.request.sampling.stopped(drawn):
+            return "stop"
+        return None if self.tokens_left else "length"
 
     def take(self, part: PlacedTokens, version: int) -> None:
         """Append the tokens that the row drew while it had a place, by the policy of this version."""

@@ -118,8 +118,8 @@ class FetchingEngine:
         self, params: Mapping[str, Tensor], *, version: int = 0, most_waiting: int | None = None
     ) -> Iterator[Requests]:
         """Open the engine for requests, with the parameters copied to the device."""
-        there = to_device(dict(params), self.lane)
-        with opened(self.engine, there, version=version, most_waiting=most_waiting) as requests:
+        opening = opened(self.engine, to_device(dict(params), self.lane), version=version, most_waiting=most_waiting)
+        with opening as requests:
             yield FetchingRequests(requests, self.lane)
 
 

@@ -55,8 +55,7 @@ def served_policy(settings: TrainSettings, *, begins: bool) -> ServedPolicy:
     begun = settings.model, settings.critic, Key(settings.seed), LOCAL, device
     model, params = load_policy(*begun) if begins else (policy_model(*begun), None)
     check_engine(model)
-    names, cache = kernels_named(settings), settings.rollout.cache_gb
-    kernels = inputs.kernels
+    names, kernels, rollout = kernels_named(settings), inputs.kernels, settings.rollout
     if settings.check:
         use = {"dtype": model.compute_dtype or torch.float32, "device": device, "models": lambda: [model]}
         check_own_kernels(names, kernels, Usage(group=1, temperature=settings.rollout.temperature, **use))
@@ -64,8 +63,9 @@ def served_policy(settings: TrainSettings, *, begins: bool) -> ServedPolicy:
         model=model,
         kernels=kernels,
         pad_token_id=check_tokenizer(tokenizer, pad_token=settings.data.pad_token or own).pad_token_id,
-        cache_bytes=None if cache is None else round(cache * 2**30),
-        exact=settings.rollout.exact,
+        cache_bytes=rollout.cache_bytes,
+        halve_on_oom=rollout.cache_gb == "auto",
+        exact=rollout.exact,
     )
     if settings.rollout.exact:
         probe_exact(model, kernels)

@@ -38,6 +38,9 @@ def mesh_rules(s: TrainSettings, world: int) -> Problems:
             text = "it cannot split the vocabulary over mesh.tensor; give chunked, triton or reference"
             yield problem_at(s, "model.log_probs", text)
         yield from _cutting_axis(s, "mesh.tensor")
+        if s.rollout.cache_gb == "auto" and mesh.expert == 1 and "rollout" not in places_of(s.placement):
+            text = "ranks of mesh.tensor decode together: none can repeat a step alone; give a number"
+            yield problem_at(s, "rollout.cache_gb", text)
     if s.rollout.engine == "vllm":
         yield from vllm_on_ranks(s, "rollout.vllm", world)
     if s.reward.judge.on_vllm:

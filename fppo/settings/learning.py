@@ -7,7 +7,7 @@ from typing import Literal
 
 import attrs
 
-from fppo.fields import Check, Table, above, at_least, at_most, below, nonempty, setting
+from fppo.fields import Table, above, at_least, at_most, auto_or, below, nonempty, setting
 from fppo.settings.component import given, named, requires
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS, OPTIMIZERS, POLICY_LOSSES, VALUE_HEADS
 
@@ -144,11 +144,6 @@ def passes_of(sequences: int | None, tokens: TokenBudget) -> tuple[int | None, i
     return None, DEFAULT_TOKEN_BUDGET if tokens in (None, "auto") else tokens
 
 
-def auto_or_at_least(low: int) -> Check:
-    """Make the check that a setting is "auto", or a number that is `low` or more."""
-    return lambda x: None if x == "auto" else at_least(low)(x)
-
-
 def _own_first(cls: type, fields: list[attrs.Attribute]) -> list[attrs.Attribute]:
     """The fields of the class itself before those of the class that it extends."""
     return sorted(fields, key=lambda field: field.name not in cls.__annotations__)
@@ -170,7 +165,7 @@ class UpdateSettings:
     """What mini-batches are drawn by: rows, or prompts with all of their rows, which are then computed once."""
     micro_batch_size: int | None = setting(None, at_least(0))
     """Sequences per forward and backward pass; 0 or None: split by token_budget."""
-    token_budget: TokenBudget = setting(None, auto_or_at_least(0))
+    token_budget: TokenBudget = setting(None, auto_or(at_least(0)))
     """Tokens per forward and backward pass; auto: at most 16384, as many as fit; None: 16384, or micro_batch_size."""
 
     @property

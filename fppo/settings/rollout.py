@@ -16,6 +16,7 @@ from fppo.fields import (
     above,
     at_least,
     at_most,
+    auto_or,
     below,
     nonempty,
     place,
@@ -144,8 +145,9 @@ class RolloutSettings:
     """Tokens that end a response too, by their ids."""
     engine: Literal["embedded", "vllm"] = setting("embedded")
     """What generates: transformers on the training parameters themselves, or vLLM on a copy that is sent to it."""
-    cache_gb: float | None = setting(None, above(0))
-    """GiB of keys and values that the embedded engine holds; None: half of a GPU's free memory, no bound on a CPU."""
+    cache_gb: Literal["auto"] | float | None = setting(None, auto_or(above(0)))
+    """GiB of keys and values that the embedded engine holds; None: half of a GPU's free memory, no bound on a CPU;
+    auto: at most that, as many as fit."""
     vllm: VllmSettings = setting(VllmSettings)
     """How vLLM runs."""
     exact: bool = setting(False)
@@ -166,3 +168,9 @@ class RolloutSettings:
     """Write every step's responses to the directory rollouts, for rollout.from."""
     from_: Annotated[str | None, tyro.conf.arg(name="from")] = setting(None, place, name="from")
     """Train on the responses in this directory, in the order of their steps, instead of sampling any."""
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """Bytes of keys and values that the embedded engine may hold; None: as many as the device has for them."""
+        given = self.cache_gb
+        return None if given is None or isinstance(given, str) else round(given * 2**30)

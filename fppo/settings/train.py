@@ -21,6 +21,7 @@ from fppo.fields import (
     above,
     at_least,
     at_most,
+    auto_or,
     below,
     module_function,
     nonempty,
@@ -31,7 +32,7 @@ from fppo.fields import (
 )
 from fppo.runtime.remote import check_address
 from fppo.settings.component import given, named
-from fppo.settings.learning import ActorSettings, AlgorithmSettings, CriticSettings, auto_or_at_least
+from fppo.settings.learning import ActorSettings, AlgorithmSettings, CriticSettings
 from fppo.settings.model import ModelSettings
 from fppo.settings.placement import MeshSettings, PlacementSettings
 from fppo.settings.reward import RewardSettings
@@ -181,7 +182,7 @@ class CheckpointSettings:
 class DigestSettings:
     """Which steps' digests are written, for fppo replay to compare with."""
 
-    every: Literal["auto"] | int = setting("auto", auto_or_at_least(0))
+    every: Literal["auto"] | int = setting("auto", auto_or(at_least(0)))
     """Steps between digests; 0: of steps with a checkpoint only, which always have one; auto: about 1 % of the time."""
 
 

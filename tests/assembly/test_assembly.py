@@ -149,11 +149,14 @@ def test_old_log_probs_come_from_the_update_when_that_makes_the_ratio_1_or_from_
     assert ("timing_s/old_log_prob" in report) == ("training/rollout_probs_diff_mean" in report)  # whoever measures it
 
 
-@pytest.mark.parametrize(("changes", "expected"), [({}, None), ({"rollout__cache_gb": 0.25}, 2**28)])
+@pytest.mark.parametrize(
+    ("changes", "expected"), [(None, (None, False)), (0.25, (2**28, False)), ("auto", (None, True))]
+)
 def test_the_embedded_engines_cache_is_bounded_as_the_settings_say(tmp_path, changes, expected):
     tiny_run.write_task(tmp_path)
-    with assemble(tiny_run.settings(tmp_path, **changes)) as assembly:
-        assert assembly.program.rollout.engine.engine.cache_bytes == expected
+    with assemble(tiny_run.settings(tmp_path, rollout__cache_gb=changes)) as assembly:
+        engine = assembly.program.rollout.engine.engine
+        assert (engine.cache_bytes, engine.halve_on_oom) == expected
 
 
 def own_kernel(*args, **keywords):

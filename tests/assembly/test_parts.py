@@ -162,7 +162,13 @@ def test_vllm_runs_where_something_is_sampled(engine, saved, held_out, used):
     assert (found.vllm is not None) is used
     if found.vllm is not None:
         assert (found.vllm.adapter, found.vllm.max_rows) == ("alone", 5)
-    assert (found.cache_gb, found.bucket_mb, found.routed, found.exact, found.on_host) == (0.5, 3, True, True, True)
+    assert (found.cache_bytes, found.bucket_mb, found.routed, found.exact, found.on_host) == (
+        2**29,
+        3,
+        True,
+        True,
+        True,
+    )
     other = engines.engine_options(RolloutSettings(), ModelSettings(path="m"), routed=False, held_out=True)
     assert (other.routed, other.exact, other.on_host) == (False, False, False)
 

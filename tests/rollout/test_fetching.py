@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
+from collections import UserDict
 
+import attrs
 import pytest
 import torch
 
@@ -11,6 +14,10 @@ from fppo.key import Key
 from fppo.rollout import Ask, FetchingEngine, Sampling
 from fppo.rollout.requests import Request, RequestCounts
 from fppo.rollout.spread import FetchingRequests
+from fppo.runtime.offload import Lane
+from tests.limited import Limited
+from tests.models.families import make
+from tests.rollout.test_embedded import engine_of, make_prompts
 
 
 class Fetching:
@@ -84,3 +91,58 @@ def test_an_engine_that_cannot_be_open_answers_at_once_with_the_same_parameters(
         requests.update({"w": torch.tensor(3.0)}, 6)
         with pytest.raises(ValueError, match=r"4\.0, version 6"):
             requests.step()
+
+
+class Noting(Lane):
+    """A lane that knows which of its copies are alive."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.copies = []
+
+    def fetch(self, tensors):
+        copies = super().fetch(tensors)()
+        self.copies += [weakref.ref(x) for x in copies if x.ndim > 1]
+        return lambda: copies
+
+    @property
+    def alive(self):
+        return sum(ref() is not None for ref in self.copies)
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_what_was_fetched_is_given_back_once_the_engine_has_cast_it(opens):
+    """While tokens are drawn the device holds the policy once."""
+    model, params = make("qwen2", dtype=torch.float32)
+    lane = Noting()
+    engine = FetchingEngine(engine=engine_of(attrs.evolve(model, compute_dtype=torch.bfloat16)), lane=lane)
+    seen = []
+    if opens:
+        with engine.open(params):
+            seen.append(lane.alive)
+    else:
+        ask = Ask(make_prompts(), Sampling(max_tokens=2), Key(0), on_finished=lambda *_: seen.append(lane.alive))
+        engine.generate(params, ask)
+    assert len(lane.copies) > 5
+    assert set(seen) == {0}
+
+
+def test_keys_and_values_are_given_back_before_newer_weights_are_loaded():
+    model, params = make("qwen2", dtype=torch.float32)
+    engine = engine_of(attrs.evolve(model, compute_dtype=torch.bfloat16), max_rows=64)
+    held = []
+
+    class Watched(UserDict):
+        """Parameters that note what is alive when they are first read."""
+
+        def __getitem__(self, name):
+            held.append(limited.live)
+            return super().__getitem__(name)
+
+    with Limited() as limited, engine.open(params) as requests:
+        loaded = limited.live
+        requests.add([Request(name=str(i), ids=(3,) * 200, sampling=Sampling(), key=Key(0)) for i in range(9)])
+        requests.step()
+        assert limited.live > 2 * loaded
+        requests.update(Watched(params), 1)
+    assert held[0] < loaded / 2, "neither keys and values nor the weights before are on the device"

@@ -19,6 +19,7 @@ from fppo.settings import checks, files
         ),
         ({"mesh.virtual_stages": 2}, "mesh.virtual_stages = 2: its stages are those of a pipeline rank"),
         ({"critic.token_budget": "auto"}, "critic.token_budget = 'auto': ranks of mesh.tensor exchange what"),
+        ({"rollout.cache_gb": "auto"}, "rollout.cache_gb = 'auto': ranks of mesh.tensor decode together"),
     ],
 )
 def test_a_tensor_axis(changes, words):

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 import attrs
 
 from fppo.settings.plan import PlanSettings
 from fppo.settings.resolve import old_log_probs_source
 from fppo.settings.train import TrainSettings
-from fppo.studies.plan.case import TRAINED, Case, Pace
+from fppo.studies.plan.case import TRAINED, Case, Pace, Role
 from fppo.studies.plan.host import state_of
 from fppo.studies.plan.pace import paced
 from fppo.studies.plan.passes import Built
 from fppo.studies.plan.plan import Plan, plan
 from fppo.studies.plan.rollout import OUTSIDE
 from fppo.studies.plan.run import case_of
+from fppo.studies.plan.search import TOKENS, Remedy, single_remedies
 from fppo_kernels.table import Kernels
 
 _LOG_PROBS = "log-probs"
@@ -41,6 +43,7 @@ class RunNeeds:
     checkpoint: float  # bytes of one
     model: float  # bytes of the exported policy
     disk: float  # bytes of all that the run writes, with the checkpoint under way
+    helping: tuple[str, ...] = ()  # single changes with which it would fit, as flags, the fastest first
 
     @property
     def fits(self) -> bool:
@@ -51,7 +54,8 @@ class RunNeeds:
 def needs_of(
     of: TrainSettings, options: PlanSettings, *, lengths: Sequence[int] = (), kernels: Kernels | None = None
 ) -> RunNeeds:
-    """Plan a run's memory, time and disk. Raises ValueError for a model, a GPU or a case that cannot be planned.
+    """Plan a run's memory, time and disk; for one that does not fit, try single changes that would help if
+    `options.tries`. Raises ValueError for a model, a GPU or a case that cannot be planned.
 
     `lengths` are the prompts' tokens, if they are known: the longest counts for memory, their mean for time; else all
     are as long as they may be. With the run's `kernels` the pace of this machine's CPU is measured.
@@ -64,6 +68,7 @@ def needs_of(
     planned = plan(case if pace is None else attrs.evolve(case, pace=pace))
     checkpoint, model = _saved(planned.case)
     step = _step_seconds(of, planned, mean)
+    found = single_remedies(planned, Built()) if options.tries and not planned.fits else []
     samples = 0.0 if of.log.samples == 0 else 1e9 * of.log.samples_gb
     return RunNeeds(
         gpu=planned.case.hardware.name,
@@ -80,6 +85,7 @@ def needs_of(
         checkpoint=checkpoint,
         model=model,
         disk=(of.checkpoint.keep + 1) * checkpoint + model + samples,
+        helping=tuple(attrs.evolve(x, flags=flags_of(of, x)).words for x in found),
     )
 
 
@@ -122,3 +128,19 @@ def _saved(case: Case) -> tuple[float, float]:
     alone = attrs.evolve(case, mesh=dict.fromkeys(case.mesh, 1), virtual_stages=1)
     sizes = {name: sum(each) for name, (_, each) in state_of(alone, Built()).items() if name.startswith(SAVED)}
     return float(sum(sizes.values())), float(sizes.get("actor's parameters", 0))
+
+
+def flags_of(of: TrainSettings, remedy: Remedy) -> dict[str, Any]:
+    """The changes of a remedy as settings of the run: a token budget becomes a micro-batch size if the run sets that,
+    and also applies to the critic if its passes are those of the actor."""
+    flags, case = dict(remedy.flags), remedy.plan.case
+    if (tokens := flags.pop(TOKENS, None)) is None:
+        return flags
+    critic = case.critic and case.has("critic") and case.roles.get("critic", Role()).tokens is None
+    sections = {"actor": of.actor if case.has("actor") else None, "critic": of.critic if critic else None}
+    for name, section in sections.items():
+        if section is not None and section.micro_batch_size:
+            flags[f"{name}.micro-batch-size"] = tokens // case.length
+        elif section is not None:
+            flags[f"{name}.token-budget"] = tokens
+    return flags

@@ -114,13 +114,13 @@ def _together(of: TrainSettings) -> tuple[float, float]:
 def _sampling(of: TrainSettings) -> PlannedSampling:
     rollout, vllm = of.rollout, of.rollout.vllm
     own = rollout.engine == "vllm"
-    cache = vllm.cache_gb if own else rollout.cache_gb
+    cache = (None if vllm.cache_gb is None else vllm.cache_gb * GIB) if own else rollout.cache_bytes
     return PlannedSampling(
         engine=rollout.engine,
         sequences=rollout.batch_size,
         n=rollout.n,
         max_rows=vllm.max_rows if own else attrs.fields(EmbeddedEngine).max_rows.default,
-        cache=None if cache is None or vllm.memory_share is not None else cache * GIB,
+        cache=None if vllm.memory_share is not None else cache,
         share=vllm.memory_share,
         dtype=None if vllm.dtype is None else getattr(torch, vllm.dtype),
         tensor=vllm.tensor_parallel,

@@ -12,8 +12,9 @@ from typing import Any
 import attrs
 import torch
 
+from fppo.models.slices import find_mlps
 from fppo.studies.plan import passes
-from fppo.studies.plan.case import Case, divisors, problems, with_sequences
+from fppo.studies.plan.case import TRAINED, Case, divisors, problems, with_sequences
 from fppo.studies.plan.estimate import ORDER, ROOM, Facts, Rough, facts_of, rough
 from fppo.studies.plan.passes import Built, models_of
 from fppo.studies.plan.plan import Plan, plan
@@ -23,8 +24,16 @@ Flags = Mapping[str, Any]  # changed settings, by their names on the command lin
 MESH = tuple(f"mesh.{axis}" for axis in ORDER)
 ROWS = ("mesh.sequence", "mesh.context", "mesh.tensor")  # axes that reduce each rank's activations
 CUTS = ("mesh.context", "mesh.expert", "mesh.tensor")  # candidates that a formula checks first
-FIELDS = {f"model.{name.replace('_', '-')}": name for name in ("log_probs", "checkpoint_layers", "offload")}
+OF_MODEL = ("log_probs", "checkpoint_layers", "mlp_slice_tokens", "offload")
+FIELDS = {f"model.{name.replace('_', '-')}": name for name in OF_MODEL}
 TOKENS = "actor.token-budget"
+WITHOUT_GRADIENT = "model.forward-token-budget"
+SLICES = (4096, 1024)  # tokens of an MLP's slices
+# of what the search does not try: some change what is learned, others take long to plan
+UNTRIED = (
+    "Not tried: model.offload_activations, model.ref_offload, model.ref_dtype, adapters (model.lora.rank, on a base of "
+    'model.lora.base = "nf4"), shorter rows, and less memory for the engine (rollout.cache_gb): docs/guides/memory.md.'
+)
 MORE = (2, 4, 8, 16, 32, 64)  # multiples of the number of GPUs
 
 
@@ -64,9 +73,8 @@ def remedies(base: Plan) -> list[Remedy]:
     More GPUs are tried only if nothing helps on the given number. Empty if nothing helps at all.
     """
     case, built = base.case, Built()
-    remedies = [r for family in families(case) if _helps(family, base) and (r := _first(case, family, built))]
-    if remedies:
-        return sorted(remedies, key=lambda remedy: remedy.seconds_per_token)
+    if found := single_remedies(base, built):
+        return found
     together = _together(case, built)
     if together is not None:
         return [together]
@@ -75,6 +83,13 @@ def remedies(base: Plan) -> list[Remedy]:
     both = next((r for flags in wider if (r := _together(applied(case, flags), built, flags)) is not None), None)
     remedies = [remedy for remedy in (both, alone) if remedy is not None]
     return sorted(remedies, key=lambda remedy: remedy.plan.case.world)
+
+
+def single_remedies(base: Plan, built: Built) -> list[Remedy]:
+    """Single changes on the given number of GPUs with which a plan fits, the fastest first."""
+    case = base.case
+    found = [r for family in families(case) if _helps(family, base) and (r := _first(case, family, built))]
+    return sorted(found, key=lambda remedy: remedy.seconds_per_token)
 
 
 def families(case: Case) -> list[list[Flags]]:
@@ -88,6 +103,8 @@ def families(case: Case) -> list[list[Flags]]:
         choices.append([{"mesh.stage": stage} for stage in range(case.sharding.stage + 1, 4)])
     if case.rows > 1:
         choices.append([{TOKENS: tokens} for tokens in _budgets(case)])
+    if case.forward_tokens is not None and case.forward_tokens > case.tokens:
+        choices.append([{WITHOUT_GRADIENT: case.tokens}])
     replicate, shard = case.size("replicate"), case.size("shard")
     if replicate > 1:
         factors = divisors(replicate)[1:]
@@ -95,6 +112,8 @@ def families(case: Case) -> list[list[Flags]]:
     if case.checkpoint_layers is not True:
         kinds = (True,) if case.checkpoint_layers else ("selective", True)
         choices.append([{"model.checkpoint-layers": how} for how in kinds])
+    if case.mlp_slice_tokens is None and (sizes := [x for x in SLICES if x < case.tokens]) and _has_mlps(case):
+        choices.append([{"model.mlp-slice-tokens": size} for size in sizes])
     choices += filter(None, (list(_longer_axes(case, axis)) for axis in ("sequence", "context", "expert", "tensor")))
     if case.hardware.on_gpu and case.offload != ("all" if case.lora is None else "moments"):
         places = ("moments", "all") if case.lora is None else ("moments",)  # the base of adapters stays
@@ -111,6 +130,8 @@ def applied(case: Case, flags: Flags) -> Case:
         changes["compute_dtype"] = torch.bfloat16
     if "mesh.stage" in flags:
         changes["sharding"] = attrs.evolve(case.sharding, stage=flags["mesh.stage"])
+    if WITHOUT_GRADIENT in flags:
+        changes["forward_tokens"] = flags[WITHOUT_GRADIENT]
     if TOKENS in flags:  # the same mini-batch in more passes
         rows = max(1, case.most_rows(flags[TOKENS]))
         passes = max(1, case.micro_batches * case.rows // rows)
@@ -121,6 +142,17 @@ def applied(case: Case, flags: Flags) -> Case:
         return changed
     same = changed.micro_batches * case.data_ranks // changed.data_ranks  # the same mini-batch
     return attrs.evolve(changed, micro_batches=same)
+
+
+def _has_mlps(case: Case) -> bool:
+    """Whether the models that are trained have MLPs that can be computed in slices."""
+    built = Built()
+    try:
+        for name in set(models_of(case)) & set(TRAINED):
+            find_mlps(built.model(case, name, 1).plain.skeleton)
+    except ValueError:
+        return False
+    return True
 
 
 def _budgets(case: Case) -> list[int]:

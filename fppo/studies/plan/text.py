@@ -16,7 +16,7 @@ from fppo.studies.plan.columns import ColumnCall
 from fppo.studies.plan.estimate import ORDER, link
 from fppo.studies.plan.host import HostMemory
 from fppo.studies.plan.plan import Engines, Plan
-from fppo.studies.plan.search import Candidate, Remedy, SearchResult, seconds_per_token
+from fppo.studies.plan.search import UNTRIED, Candidate, Remedy, SearchResult, seconds_per_token
 
 MIB = 1 << 20
 MEMORY = (
@@ -231,13 +231,14 @@ def _verdict(plan: Plan, helping: Sequence[Remedy] | None) -> Section:
         return [
             said,
             "None of the settings that were tried makes it fit, alone or together, on up to 64 times as many GPUs.",
+            UNTRIED,
         ]
     base = seconds_per_token(plan)
     rows = [
         (remedy.words, [f"{remedy.seconds_per_token / base:.2f}x", f"{remedy.plan.peak.total / GIB:,.1f}"])
         for remedy in helping
     ]
-    return [said, Table("What would make it fit, by GPU time for a token:", ["time", "GiB"], rows)]
+    return [said, Table("What would make it fit, by GPU time for a token:", ["time", "GiB"], rows), UNTRIED]
 
 
 def _wire(plan: Plan) -> str | Table:

@@ -8,6 +8,7 @@ import pytest
 from fppo.studies.plan.passes import Built
 from fppo.studies.plan.plan import Plan, plan
 from fppo.studies.plan.search import Remedy, _fitting, applied, families, remedies
+from fppo.studies.plan.text import of_plan, rendered
 from tests.studies.plan.cases import bare, config, mixture
 
 ONE_HEAD = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 64}
@@ -87,3 +88,25 @@ def test_more_gpus_are_thought_of_last_and_nothing_is_said_if_nothing_helps():
     assert found
     assert all(remedy.plan.case.world > 1 and remedy.flags["gpus"] == remedy.plan.case.world for remedy in found)
     assert remedies(with_memory(planned, 100.0)) == []
+
+
+def test_slices_of_mlps_are_a_remedy_of_passes_that_are_longer():
+    case = bare(layers=1, tokens=8192)
+    assert [{"model.mlp-slice-tokens": 4096}, {"model.mlp-slice-tokens": 1024}] in families(case)
+    flags = {"model.mlp-slice-tokens": 1024}
+    assert applied(case, flags).mlp_slice_tokens == 1024
+    for other in (applied(case, flags), attrs.evolve(case, tokens=1024)):
+        assert all("model.mlp-slice-tokens" not in family[0] for family in families(other))
+    planned = plan(case)
+    sliced = plan(applied(case, flags))
+    assert sliced.peak.total < planned.peak.total
+    words = rendered(of_plan(with_memory(planned, sliced.peak.total), [Remedy(flags, sliced)]), 200)
+    assert "--model.mlp-slice-tokens 1024" in words
+    assert "model.offload_activations" in words
+
+
+def test_passes_without_a_gradient_are_made_as_small_as_an_updates():
+    case = bare(tokens=128, forward_tokens=1024)
+    assert [{"model.forward-token-budget": 128}] in families(case)
+    assert applied(case, {"model.forward-token-budget": 128}).forward_tokens == 128
+    assert all("model.forward-token-budget" not in family[0] for family in families(bare(tokens=128)))
