@@ -5,17 +5,20 @@ In a step all rows write the same column: prompts are left-padded in the cache, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fppo.models.rows import packed_attention
 from fppo.models.seams import Attend, AttentionLayer
-from fppo_kernels.padding import Lengths
+from fppo_kernels.padding import Lengths, sent
+
+Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 # keys and values [R, Hkv, C, D] by the index of the attention call in a pass (a layer may call twice); some of the
 # C columns may be unwritten
@@ -97,6 +100,75 @@ def fixed_attention(attention: Callable[..., Tensor], cache: Layers, column: Ten
             biases[layer.window] = bias_of(beyond, cache)
         bias = biases[layer.window]
         return attention(query[:, 0], keys, values, bias, start=0, end=columns, **_numbers(layer))[:, None]
+
+    return attend
+
+
+class _Turn(NamedTuple):
+    """The tokens of a pass with the same number in their rows."""
+
+    tokens: Tensor  # int64 [r]: their places in the pass
+    rows: Tensor | None  # int64 [r]; None: all rows, in order
+    columns: Integers  # [R]: the last column that each row sees
+
+
+class PassPlaces:
+    """The columns of a pass over `counts` (>= 1) tokens of each of R rows, laid end to end: those of row r follow one
+    another from column `ends`[r] on. A row's tokens begin after `pads` columns.
+
+    Attention reads turn by turn: the first token of each row, then the second of those that have one, and so on.
+    """
+
+    def __init__(self, pads: Integers, ends: Integers, counts: Integers, device: torch.device) -> None:
+        rows, places = np.repeat(np.arange(len(counts)), counts), np.arange(counts.sum())
+        begins = counts.cumsum() - counts
+        self._pads, self._device = pads, device
+        self.row_numbers, self.column_numbers = rows, ends[rows] + places - begins[rows]
+        self.rows, self.columns = self._sent(rows), self._sent(self.column_numbers)
+        self.turns: list[_Turn] = []
+        for number in range(counts.max()):
+            own = np.flatnonzero(counts > number)
+            every = ends + np.minimum(number, counts - 1)
+            of = None if len(own) == len(counts) else self._sent(own)
+            self.turns.append(_Turn(self._sent(begins[own] + number), of, every))
+
+    def _sent(self, values: Integers) -> Tensor:
+        return sent(torch.from_numpy(np.ascontiguousarray(values)), self._device)
+
+    def spans(self, window: int | None, cache: Layers) -> Sequence[tuple[int, int, Tensor | None]]:
+        """For each turn the first column that any row sees, the end of the last one, and the bias [R, C] that hides
+        others; None if all rows see the same."""
+        found, columns = list[tuple[int, int, Tensor | None]](), next(iter(cache.values()))[0].shape[2]
+        for turn in self.turns:
+            ends = turn.columns + 1
+            starts = self._pads if window is None else np.maximum(self._pads, ends - window)
+            first, end, bias = int(starts.min()), int(ends.max()), None
+            if first < starts.max() or ends.min() < end:
+                places = torch.arange(columns, device=self._device)
+                bias = bias_of((places < self._sent(starts)[:, None]) | (places >= self._sent(ends)[:, None]), cache)
+            found.append((first, end, bias))
+        return found
+
+
+def pass_attention(attention: Callable[..., Tensor], cache: Layers, places: PassPlaces) -> Attend:
+    """An `attend` for one pass over several tokens of each row, each as a row of one token [N, 1, H, D]: it writes
+    their keys and values to their columns, and each token reads its row's columns up to its own."""
+    calls, spans = count(), dict[int | None, Sequence[tuple[int, int, Tensor | None]]]()
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
+        keys, values = cache[next(calls)]
+        keys[places.rows, :, places.columns] = key[:, 0]
+        values[places.rows, :, places.columns] = value[:, 0]
+        if layer.window not in spans:
+            spans[layer.window] = places.spans(layer.window, cache)
+        out = query.new_empty(len(query), query.shape[2], values.shape[3])
+        for (tokens, rows, _), (start, end, bias) in zip(places.turns, spans[layer.window], strict=True):
+            own = query[tokens, 0]
+            if rows is not None:  # other rows read along, and nobody reads what they get
+                own = query.new_zeros(len(keys), *own.shape[1:]).index_copy_(0, rows, own)
+            mixed = attention(own, keys, values, bias, start=start, end=end, **_numbers(layer))
+            out[tokens] = mixed if rows is None else mixed[rows]
+        return out[:, None]
 
     return attend
 

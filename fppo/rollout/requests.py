@@ -79,7 +79,8 @@ class Request:
 
 
 class DrawnTokens(NamedTuple):
-    """The tokens of one step, in lists of one length: a token of each request that drew one."""
+    """The tokens of one step, in lists of one length: a token of each request that drew one; an engine that drafts may
+    have several of a request, in their order."""
 
     names: Sequence[str] = ()
     tokens: Sequence[int] = ()
@@ -94,7 +95,7 @@ class FinishedRequest:
     are.
 
     `end` is "stop" where a stop token, which is the last one, or a stop text ended it. `fed` counts the tokens that
-    went through the model for it. A request that was cancelled before its first draw has no tokens. `prompt_scores` and
+    went through the model for it, including `drafted` ones, of which the `accepted` are among `tokens`. A request that was cancelled before its first draw has no tokens. `prompt_scores` and
     `drawn_scores` answer `Request.scores`, in the dtype of the log-probs.
     """
 
@@ -105,6 +106,8 @@ class FinishedRequest:
     versions: Tensor  # [T] int32, of the policies that drew them
     end: End
     fed: int
+    drafted: int = 0
+    accepted: int = 0
     experts: Tensor | None = None  # [M, L, k]: of the M last tokens that were fed, where the engine records them
     prompt_scores: PromptScores | None = None
     drawn_scores: DrawnScores | None = None
@@ -162,7 +165,7 @@ class Requests(Protocol):
     def step(self, most: int | None = None) -> StepResult:
         """Draw one token, or a few, of each request that has a place; without open requests, do nothing.
 
-        With `most`, draw up to so many of each, and perhaps leave `StepResult.drawn` empty: to read the tokens of a
+        With `most`, do so up to so many times, and perhaps leave `StepResult.drawn` empty: to read the tokens of a
         request only once it has finished takes less time.
         """
         ...

@@ -74,6 +74,8 @@ class OpenRow:
     prompt: SharedPrompt | None = None  # until it begins to draw
     queued_tokens: deque[int] = attrs.field(factory=deque)  # tokens to run one by one before it draws
     fed: int = 0
+    drafted: int = 0
+    accepted: int = 0  # of the drafted tokens
     parts: list[PlacedTokens] = attrs.field(factory=list)  # what it has drawn; what it draws in its place comes with it
     versions: list[int] = attrs.field(factory=list)  # of the policies that drew the parts
     experts: list[Tensor] = attrs.field(factory=list)
@@ -142,6 +144,8 @@ class OpenRow:
             versions=_cat(versions, nothing.int()),
             end=end,
             fed=self.fed,
+            drafted=self.drafted,
+            accepted=self.accepted,
             experts=torch.cat(self.experts) if self.experts else None,
             prompt_scores=self.prompt_scores,
             drawn_scores=self._drawn_scores(dtype) if self.top else None,
