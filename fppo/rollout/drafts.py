@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import attrs
 
+from fppo.rollout.requests import DraftCounts
 from fppo.rollout.rows import OpenRow
 
 # drafts (row, ids, most): up to `most` tokens that may follow a row's `ids` so far, a list that grows between calls
@@ -101,6 +102,8 @@ class _DraftedRow:
     key: Hashable
     number: int
     length: DraftLength
+    drafted: int = 0
+    accepted: int = 0
 
 
 class RowDrafts:
@@ -148,14 +151,17 @@ class RowDrafts:
         """Take in how many tokens of each row were drafted, and how many of them were accepted."""
         for row, many, kept in zip(rows, drafted, accepted, strict=True):
             if many:
-                self._rows[row.name].length.learn(many, kept)
-                row.drafted += many
-                row.accepted += kept
+                own = self._rows[row.name]
+                own.length.learn(many, kept)
+                own.drafted += many
+                own.accepted += kept
 
-    def end(self, row: OpenRow) -> None:
-        """Forget a row, and its prompt's texts with the last of its rows."""
+    def end(self, row: OpenRow) -> DraftCounts:
+        """Forget a row, and its prompt's texts with the last of its rows; returns the row's counts."""
         own = self._rows.pop(row.name, None)
-        if own is not None:
-            own.group.open -= 1
-            if not own.group.open:
-                del self._groups[own.key]
+        if own is None:  # it drew nothing
+            return DraftCounts(0, 0)
+        own.group.open -= 1
+        if not own.group.open:
+            del self._groups[own.key]
+        return DraftCounts(own.drafted, own.accepted)

@@ -480,10 +480,9 @@ class EmbeddedRequests:
 
     def _closed(self, row: OpenRow, end: End) -> FinishedRequest:
         del self._open[row.name]
-        if self._drafts is not None:
-            self._drafts.end(row)
+        drafts = None if self._drafts is None else self._drafts.end(row)
         with torch.inference_mode(False):
-            return row.ended(end, torch.promote_types(self._loaded.policy.head.weight.dtype, torch.float32))
+            return row.ended(end, torch.promote_types(self._loaded.policy.head.weight.dtype, torch.float32), drafts)
 
 
 def _scored_by(samplings: Sequence[Sampling], scores: Callable[[float], HeadLogProbs] | None) -> ScoreKind:

@@ -89,13 +89,20 @@ class DrawnTokens(NamedTuple):
     version: int = 0  # of the engine's own policy; an adapter's is in `FinishedRequest.versions`
 
 
+class DraftCounts(NamedTuple):
+    """The numbers of tokens that were drafted for a request, and of those that were accepted."""
+
+    drafted: int
+    accepted: int
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class FinishedRequest:
     """A request that has ended, with all T tokens that it drew; log-probs are float32, or float64 if the parameters
     are.
 
     `end` is "stop" where a stop token, which is the last one, or a stop text ended it. `fed` counts the tokens that
-    went through the model for it, including `drafted` ones, of which the `accepted` are among `tokens`. A request that was cancelled before its first draw has no tokens. `prompt_scores` and
+    went through the model for it, including drafted ones. A request that was cancelled before its first draw has no tokens. `prompt_scores` and
     `drawn_scores` answer `Request.scores`, in the dtype of the log-probs.
     """
 
@@ -106,8 +113,7 @@ class FinishedRequest:
     versions: Tensor  # [T] int32, of the policies that drew them
     end: End
     fed: int
-    drafted: int = 0
-    accepted: int = 0
+    drafts: DraftCounts | None = None  # None: the engine drafts no tokens
     experts: Tensor | None = None  # [M, L, k]: of the M last tokens that were fed, where the engine records them
     prompt_scores: PromptScores | None = None
     drawn_scores: DrawnScores | None = None

@@ -14,7 +14,7 @@ from fppo.batch import RowInputs
 from fppo.data.stops import StopReader
 from fppo.rollout.prefill import PrefillResult, RowContext
 from fppo.rollout.records import check_stops
-from fppo.rollout.requests import End, FinishedRequest, Request
+from fppo.rollout.requests import DraftCounts, End, FinishedRequest, Request
 from fppo.rollout.scores import DrawnScores, PromptScores, ScoredPrompt, TopTokens
 
 
@@ -74,8 +74,6 @@ class OpenRow:
     prompt: SharedPrompt | None = None  # until it begins to draw
     queued_tokens: deque[int] = attrs.field(factory=deque)  # tokens to run one by one before it draws
     fed: int = 0
-    drafted: int = 0
-    accepted: int = 0  # of the drafted tokens
     parts: list[PlacedTokens] = attrs.field(factory=list)  # what it has drawn; what it draws in its place comes with it
     versions: list[int] = attrs.field(factory=list)  # of the policies that drew the parts
     experts: list[Tensor] = attrs.field(factory=list)
@@ -131,8 +129,8 @@ class OpenRow:
         if part.experts is not None:
             self.experts.append(part.experts)
 
-    def ended(self, end: End, dtype: torch.dtype) -> FinishedRequest:
-        """The request's result, with log-probs in `dtype`."""
+    def ended(self, end: End, dtype: torch.dtype, drafts: DraftCounts | None = None) -> FinishedRequest:
+        """The request's result, with log-probs in `dtype`, and the counts of its `drafts`."""
         nothing = torch.zeros(0, dtype=dtype)
         drawn = [(part, version) for part, version in zip(self.parts, self.versions, strict=True) if len(part.tokens)]
         versions = [torch.full_like(part.tokens, version, dtype=torch.int32) for part, version in drawn]
@@ -144,8 +142,7 @@ class OpenRow:
             versions=_cat(versions, nothing.int()),
             end=end,
             fed=self.fed,
-            drafted=self.drafted,
-            accepted=self.accepted,
+            drafts=drafts,
             experts=torch.cat(self.experts) if self.experts else None,
             prompt_scores=self.prompt_scores,
             drawn_scores=self._drawn_scores(dtype) if self.top else None,

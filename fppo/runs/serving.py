@@ -66,6 +66,7 @@ def served_policy(settings: TrainSettings, *, begins: bool) -> ServedPolicy:
         pad_token_id=check_tokenizer(tokenizer, pad_token=settings.data.pad_token or own).pad_token_id,
         cache_bytes=None if cache is None else round(cache * 2**30),
         exact=settings.rollout.exact,
+        draft_tokens=settings.rollout.draft_tokens,
     )
     if settings.rollout.exact:
         probe_exact(model, kernels)
