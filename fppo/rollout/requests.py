@@ -102,8 +102,8 @@ class FinishedRequest:
     are.
 
     `end` is "stop" where a stop token, which is the last one, or a stop text ended it. `fed` counts the tokens that
-    went through the model for it, including drafted ones. A request that was cancelled before its first draw has no tokens. `prompt_scores` and
-    `drawn_scores` answer `Request.scores`, in the dtype of the log-probs.
+    went through the model for it, including drafted ones. A request that was cancelled before its first draw has no
+    tokens. `prompt_scores` and `drawn_scores` answer `Request.scores`, in the dtype of the log-probs.
     """
 
     name: str
