@@ -65,7 +65,8 @@ class RollOut:
         kept = (rollout.rollout_log_probs - rollout.sampling_log_probs).exp()
         reports = [fn(rollout) for fn in self.measure]
         kept_mass = metrics.masked_mean(kept, rollout.response_mask)
-        return rollout, metrics.merge({"rollout/kept_mass": kept_mass}, draft_metrics(rollout), *reports)
+        report = metrics.merge({"rollout/kept_mass": kept_mass}, draft_metrics(rollout), *reports)
+        return rollout if rollout.drafts is None else replace(rollout, drafts=None), report
 
 
 def draft_metrics(rollout: Rollout) -> Metrics:

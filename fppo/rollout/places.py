@@ -248,7 +248,7 @@ class DecodeSlots:
             else:
                 steps = self._bound(lambda _: fixed_steps(policy, calls, most, record))
             self._steps = most, steps, record is not None
-        live = self._live(len(self) if record is None else rows, owned, every=record is not None)
+        live = self._live(len(self) if record is None else rows, owned, apart=record is not None)
         self._fixed = None if record is None else live
         return self._steps[1](live)
 
@@ -256,13 +256,13 @@ class DecodeSlots:
         """The most tokens of rows that steps are made for."""
         return 2 * self.longest if self._limit is None else min(2 * self.longest, self._limit)
 
-    def _live(self, count: int, owned: Sequence[OwnedRows], *, every: bool = False) -> LiveRows:
-        """The first `count` places as rows of a step; with `every` their starts are a tensor apart from their padding,
+    def _live(self, count: int, owned: Sequence[OwnedRows], *, apart: bool = False) -> LiveRows:
+        """The first `count` places as rows of a step; with `apart` their starts are a tensor apart from their padding,
         which a recorded step reads."""
         assert self._states is not None
         banks = tuple(x[:, :count] for x in self._banks)
         pads, shifts = (np.pad(x, (0, count - len(self))) for x in (self._pads, self._shifts))
-        starts = self._column_of(pads - shifts) if every or shifts.any() else None
+        starts = self._column_of(pads - shifts) if apart or shifts.any() else None
         pads = self._column_of(pads)
         starts = pads if starts is None else starts
         bounds = int(self._pads.min()), int(self._pads.max())
