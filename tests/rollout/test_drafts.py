@@ -18,9 +18,11 @@ from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.requests import Request
 from fppo_kernels.table import Kernels, needs_cpp
 from tests.models.families import make
+from tests.models.hybrids import HYBRIDS
 from tests.rollout.talks import same, talks, told, with_samplings
 from tests.rollout.test_embedded import STOPS, engine_of, make_prompts
 from tests.rollout.test_exact import engine_of as exact_engine_of
+from tests.rollout.test_tensor import on_ranks
 
 PIECES = tuple(b"abcdefgh"[i % 8 : i % 8 + 1] for i in range(31))
 SAMPLINGS = (
@@ -38,9 +40,11 @@ def rows_of(rollout):
 
 def foretelling(rollout, wrong, seed, longer=0):
     """Drafts that know what will be drawn, but for a share of `wrong` tokens; some are too long, or end early."""
-    texts, chance = rows_of(rollout), random.Random(seed)
+    texts = rows_of(rollout)
 
     def drafter():
+        chance = random.Random(seed)
+
         def draft(row, ids, most):
             rest = next((text[len(ids) :] for text in texts if text[: len(ids)] == [*ids]), [])
             own = [(token + 1) % 31 if chance.random() < wrong else token for token in rest[: most + longer]]
@@ -52,8 +56,11 @@ def foretelling(rollout, wrong, seed, longer=0):
 
 
 def guessing(seed):
-    chance = random.Random(seed)
-    return lambda: lambda row, ids, most: [chance.randrange(31) for _ in range(chance.randrange(most + 3))]
+    def drafter():
+        chance = random.Random(seed)
+        return lambda row, ids, most: [chance.randrange(31) for _ in range(chance.randrange(most + 3))]
+
+    return drafter
 
 
 @cache
@@ -166,6 +173,17 @@ def test_exact_engines_keep_their_bits(name):
         agree(attrs.evolve(engine, draft_tokens=4, drafter=drafter).generate(params, ask), expected, atol=0.0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
+def test_ranks_of_a_tensor_axis_keep_the_same_drafts(name):
+    """By a decoder, and by the modules of a family that has none."""
+    model, params, ask, expected = reference(name, 0, 0)
+    drafter = foretelling(expected, 0.2, 0)
+    for rollout, *_ in on_ranks(model, params, {"tensor": 2}, ask, draft_tokens=4, drafter=drafter):
+        agree(rollout, expected)
+        assert rollout.drafts[:, 1].sum() > 0
+
+
 def last_occurrence(texts, ids, most):
     """What `text_drafts` says of texts that are all known before: by search from the end."""
     for size in (4, 3, 2):
@@ -232,7 +250,7 @@ def test_what_drafts_cannot_do_is_refused(changes, text):
 
 def test_models_with_states_and_routers_are_refused():
     with pytest.raises(ValueError, match=r"draft_tokens = 3: layers of model type 'lfm2' carry states"):
-        engine_of(make("lfm2")[0], draft_tokens=3)
+        engine_of(make("lfm2", config=HYBRIDS["lfm2"])[0], draft_tokens=3)
     with pytest.raises(ValueError, match="experts of drafted tokens are not reported"):
         engine_of(make("qwen3_moe")[0], draft_tokens=3, routed=True)
 
