@@ -166,6 +166,7 @@ class Rollout(Prompts):
     turn_ids: Tensor | None = None  # [B, T] int32: the number of each chosen token's turn, from 0; -1 elsewhere
     turn_rewards: Tensor | None = None  # [B, T] float32: the environment's, at a turn's last token; nan if it failed
     episodes: Tensor | None = None  # [B] int64: the number of each row's episode; None: each row is one. See `episodes`
+    drafts: Tensor | None = None  # [B, 2] int64: tokens that were drafted for each row, and those accepted of them
     observed: Column | None = None  # lists of token ids: observations between the episode's previous row and this one
 
 

@@ -51,6 +51,7 @@ class EngineOptions:
     bucket_mb: int  # of parameters that are sent at once
     routed: bool  # whether it records the experts that routers choose
     exact: bool  # whether its log-probs are those of training, bit for bit
+    draft_tokens: int  # the most tokens of a draft
     on_host: bool  # whether the policy's parameters wait on the host
 
 
@@ -65,6 +66,7 @@ def engine_options(section: RolloutSettings, model: ModelSettings, *, routed: bo
         bucket_mb=section.vllm.bucket_mb,
         routed=routed,
         exact=section.exact,
+        draft_tokens=section.draft_tokens,
         on_host=model.offload == "all",
     )
 
@@ -96,6 +98,7 @@ def embedded_engine(options: EngineOptions, model: Model, pad_token_id: int, mes
         mesh=mesh,
         routed=options.routed,
         exact=options.exact,
+        draft_tokens=options.draft_tokens,
     )
     if options.exact:
         probe_exact(model, tools.kernels)

@@ -118,6 +118,9 @@ class ServeOptions:
     """The dtype that a model is computed in; a run has its own."""
     exact: bool = False
     """Sample a model with the log-probs that training computes, bit for bit; a run has its own rollout.exact."""
+    draft_tokens: int | None = setting(None, at_least(0), at_most(64))
+    """The most tokens that are drafted from texts so far and checked in one pass; None: the run's
+    rollout.draft_tokens, or 0."""
 
 
 @attrs.frozen(kw_only=True)

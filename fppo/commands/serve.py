@@ -130,7 +130,10 @@ def _policy(options: ServeOptions, target: str) -> tuple[ServedPolicy, Params, i
         return policy, policy.params, 0, None
     if options.exact or options.compute_dtype != "auto":
         raise UsageError(f"{target} is a run, which is served as it trained: leave --exact and --compute-dtype out")
-    settings = attrs.evolve(starts.load(directory), device=options.device)
+    settings = starts.load(directory)
+    drafts = settings.rollout.draft_tokens if options.draft_tokens is None else options.draft_tokens
+    rollout = attrs.evolve(settings.rollout, draft_tokens=drafts)
+    settings = attrs.evolve(settings, device=options.device, rollout=rollout)
     at = saved.newest(directory, options.step)
     if at is None or (options.step is not None and at != options.step):
         steps = checkpoint.steps(directory / session.CHECKPOINTS)
@@ -183,7 +186,8 @@ class FollowedRun:
 def settings_of_model(options: ServeOptions, target: str) -> TrainSettings:
     """The settings for a model that does not come from a run."""
     model = ModelSettings(path=target, compute_dtype=options.compute_dtype)
-    return TrainSettings(model=model, rollout=RolloutSettings(exact=options.exact), device=options.device)
+    rollout = RolloutSettings(exact=options.exact, draft_tokens=options.draft_tokens or 0)
+    return TrainSettings(model=model, rollout=rollout, device=options.device)
 
 
 def bounds_of(options: ServeOptions, policy: ServedPolicy) -> Bounds:

@@ -65,7 +65,21 @@ class RollOut:
         kept = (rollout.rollout_log_probs - rollout.sampling_log_probs).exp()
         reports = [fn(rollout) for fn in self.measure]
         kept_mass = metrics.masked_mean(kept, rollout.response_mask)
-        return rollout, metrics.merge({"rollout/kept_mass": kept_mass}, *reports)
+        report = metrics.merge({"rollout/kept_mass": kept_mass}, draft_metrics(rollout), *reports)
+        return rollout if rollout.drafts is None else replace(rollout, drafts=None), report
+
+
+def draft_metrics(rollout: Rollout) -> Metrics:
+    """The mean tokens that were drafted for a response, the share of them that was accepted, and the tokens of a
+    response for each pass of the model; none without drafts."""
+    if rollout.drafts is None:
+        return {}
+    (drafted, accepted), tokens = rollout.drafts.sum(0), rollout.response_mask.sum()
+    return {
+        "rollout/drafts/tokens": metrics.mean(drafted, len(rollout.drafts)),
+        "rollout/drafts/accepted": metrics.mean(accepted, drafted),
+        "rollout/drafts/tokens_per_pass": metrics.mean(tokens, tokens - accepted),
+    }
 
 
 @attrs.frozen(kw_only=True)

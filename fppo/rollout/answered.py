@@ -9,6 +9,7 @@ from fppo.batch import Rollout
 from fppo.rollout.engine import Ask
 from fppo.rollout.records import check_prompts, number_rows, response_limits, rollout_of
 from fppo.rollout.requests import FinishedRequest, Request, Requests
+from fppo.tree import replace
 
 _TOKENS, _HEARD = 128, 16  # the most tokens of a step; the same if somebody listens for finished rows
 
@@ -64,4 +65,6 @@ def answered(
             version = newer[1]
             requests.update(*newer)
     rows = [done[row] for row in range(len(asked))]
-    return rollout_of(ask, rows, pad_token_id=pad_token_id, device=device, versions=every is not None)
+    rollout = rollout_of(ask, rows, pad_token_id=pad_token_id, device=device, versions=every is not None)
+    drafts = [row.drafts for row in rows if row.drafts is not None]
+    return replace(rollout, drafts=torch.tensor(drafts, device=device)) if drafts else rollout

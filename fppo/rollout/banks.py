@@ -136,6 +136,13 @@ def move_(banks: Banks, moves: Moves, start: int, end: int) -> None:
             x[:, hole, :, start:end].copy_(x[:, mover, :, start:end])
 
 
+def move_up_(banks: Banks, row: int, start: int, end: int, by: int) -> None:
+    """Move the columns from `start` to `end` of one row `by` columns further on."""
+    for x in banks:
+        own = x[:, row]
+        own[:, :, start + by : end + by].copy_(own[:, :, start:end].clone())
+
+
 def shift_(banks: Banks, others: Banks, rows: int, start: int, end: int, by: int) -> None:
     """Copy the columns from `start` to `end` of the first `rows` rows into `others`, `by` columns further on. `others`
     may be `banks` itself."""

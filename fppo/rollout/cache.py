@@ -5,17 +5,22 @@ In a step all rows write the same column: prompts are left-padded in the cache, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fppo.models.rows import packed_attention
 from fppo.models.seams import Attend, AttentionLayer
-from fppo_kernels.padding import Lengths
+from fppo_kernels.padding import Lengths, sent
+from fppo_kernels.table import takes_spans
+
+Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 # keys and values [R, Hkv, C, D] by the index of the attention call in a pass (a layer may call twice); some of the
 # C columns may be unwritten
@@ -97,6 +102,110 @@ def fixed_attention(attention: Callable[..., Tensor], cache: Layers, column: Ten
             biases[layer.window] = bias_of(beyond, cache)
         bias = biases[layer.window]
         return attention(query[:, 0], keys, values, bias, start=0, end=columns, **_numbers(layer))[:, None]
+
+    return attend
+
+
+class _Turn(NamedTuple):
+    """The tokens of a pass with the same number in their rows."""
+
+    tokens: Tensor  # int64 [r]: their places in the pass
+    rows: Tensor | None  # int64 [r]; None: all rows, in order
+    columns: Integers  # [R]: the last column that each row sees
+
+
+class PassPlaces:
+    """The columns of a pass over `counts` (>= 1) tokens of each of R rows, laid end to end: those of row r follow one
+    another from column `ends`[r] on. A row's tokens begin after `pads` columns."""
+
+    def __init__(self, pads: Integers, ends: Integers, counts: Integers, device: torch.device) -> None:
+        rows, places = np.repeat(np.arange(len(counts)), counts), np.arange(counts.sum())
+        self._counts, self._ends, self._begins = counts, ends, counts.cumsum() - counts
+        self._pads, self._device = pads, device
+        self.row_numbers, self.column_numbers = rows, ends[rows] + places - self._begins[rows]
+        self.rows, self.columns = self._sent(rows), self._sent(self.column_numbers)
+
+    @cached_property
+    def turns(self) -> Sequence[_Turn]:
+        """The first token of each row, then the second of those that have one, and so on."""
+        found, counts = list[_Turn](), self._counts
+        for number in range(counts.max()):
+            own = np.flatnonzero(counts > number)
+            rows = None if len(own) == len(counts) else self._sent(own)
+            every = self._ends + np.minimum(number, counts - 1)
+            found.append(_Turn(self._sent(self._begins[own] + number), rows, every))
+        return found
+
+    def _sent(self, values: Integers) -> Tensor:
+        return sent(torch.from_numpy(np.ascontiguousarray(values)), self._device)
+
+    def spans(self, window: int | None) -> Tensor:
+        """Each token's row, the first column that it sees, and the end of the last one, int64 [N, 3]."""
+        ends = self.column_numbers + 1
+        starts = self._pads[self.row_numbers]
+        starts = starts if window is None else np.maximum(starts, ends - window)
+        return self._sent(np.stack([self.row_numbers, starts, ends], 1))
+
+    def turn_spans(self, window: int | None, cache: Layers) -> Sequence[tuple[int, int, Tensor | None]]:
+        """For each turn the first column that any row sees, the end of the last one, and the bias [R, C] that hides
+        others; None if all rows see the same."""
+        found, columns = list[tuple[int, int, Tensor | None]](), next(iter(cache.values()))[0].shape[2]
+        for turn in self.turns:
+            ends = turn.columns + 1
+            starts = self._pads if window is None else np.maximum(self._pads, ends - window)
+            first, end, bias = int(starts.min()), int(ends.max()), None
+            if first < starts.max() or ends.min() < end:
+                places = torch.arange(columns, device=self._device)
+                bias = bias_of((places < self._sent(starts)[:, None]) | (places >= self._sent(ends)[:, None]), cache)
+            found.append((first, end, bias))
+        return found
+
+
+def pass_attention(attention: Callable[..., Tensor], cache: Layers, places: PassPlaces) -> Attend:
+    """An `attend` for one pass over several tokens of each row, each as a row of one token [N, 1, H, D]: it writes
+    their keys and values to their columns, and each token reads its row's columns up to its own."""
+    attend_tokens = _by_spans(attention, places) if takes_spans(attention) else _by_turns(attention, cache, places)
+    calls = count()
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
+        keys, values = cache[next(calls)]
+        keys[places.rows, :, places.columns] = key[:, 0]
+        values[places.rows, :, places.columns] = value[:, 0]
+        return attend_tokens(query[:, 0], keys, values, layer)[:, None]
+
+    return attend
+
+
+_AttendTokens = Callable[[Tensor, Tensor, Tensor, AttentionLayer], Tensor]
+
+
+def _by_spans(attention: Callable[..., Tensor], places: PassPlaces) -> _AttendTokens:
+    """Attention of a pass by a kernel in which queries share rows."""
+    spans, end = dict[int | None, Tensor](), int(places.column_numbers.max()) + 1
+
+    def attend(query: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer) -> Tensor:
+        if layer.window not in spans:
+            spans[layer.window] = places.spans(layer.window)
+        return attention(query, keys, values, start=0, end=end, spans=spans[layer.window], **_numbers(layer))
+
+    return attend
+
+
+def _by_turns(attention: Callable[..., Tensor], cache: Layers, places: PassPlaces) -> _AttendTokens:
+    """Attention of a pass by a kernel for one query per row."""
+    spans = dict[int | None, Sequence[tuple[int, int, Tensor | None]]]()
+
+    def attend(query: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer) -> Tensor:
+        if layer.window not in spans:
+            spans[layer.window] = places.turn_spans(layer.window, cache)
+        out = query.new_empty(*query.shape[:2], values.shape[3])
+        for (tokens, rows, _), (start, end, bias) in zip(places.turns, spans[layer.window], strict=True):
+            own = query[tokens]
+            if rows is not None:  # other rows read along, and nobody reads what they get
+                own = query.new_zeros(len(keys), *own.shape[1:]).index_copy_(0, rows, own)
+            mixed = attention(own, keys, values, bias, start=start, end=end, **_numbers(layer))
+            out[tokens] = mixed if rows is None else mixed[rows]
+        return out
 
     return attend
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 from fppo import devices
 from fppo.key import uniforms
 from fppo.rollout.banks import Moves
+from fppo.rollout.cache import Integers
 from fppo.rollout.records import tensor_of
 from fppo.rollout.requests import End
 from fppo.rollout.rows import OpenRow, PlacedTokens
@@ -128,11 +129,12 @@ class DrawnRows:
         columns = self._sent(phases)[:, None] + torch.arange(CHUNK - phases.max(initial=0), device=self._device)
         numbers = self._uniforms[index[:, None], columns]
         own = self._kinds[places]
+        return DrawingRows(index if self._queued else None, rows, self._alike(own), numbers, [row.name for row in rows])
+
+    def _alike(self, own: Integers) -> list[_Places]:
+        """The kinds of sampling among those of some rows, each with its places among them."""
         kinds = [*np.unique(own).tolist()]
-        alike: list[_Places] = [(kind, self._sent(np.flatnonzero(own == kind))) for kind in kinds]
-        if len(kinds) == 1:
-            alike = [(kinds[0], None)]
-        return DrawingRows(index if self._queued else None, rows, alike, numbers, [row.name for row in rows])
+        return [(kind, None if len(kinds) == 1 else self._sent(np.flatnonzero(own == kind))) for kind in kinds]
 
     def _sent(self, values: Any) -> Tensor:
         return sent(torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)), self._device)
@@ -186,6 +188,65 @@ class DrawnRows:
                     ended[place] = "stop"
         return {place: ended[place] for place in sorted(ended) if not self._ends[place]}
 
+    def room(self) -> Integers:
+        """The most draws of each row [R] in one pass: those that it has left and has numbers for; 1 if it has ended."""
+        counts = self._counts + len(self._log)
+        most = np.minimum(self._most - counts, CHUNK - counts % CHUNK)
+        return np.where(self._ends > 0, 1, most.clip(1))
+
+    @property
+    def queued(self) -> bool:
+        """Whether rows have tokens to run before they draw."""
+        return self._queued
+
+    def ended(self, place: int) -> bool:
+        """Whether a row has ended and stays for a while."""
+        return bool(self._ends[place])
+
+    def passing(self, counts: Integers) -> DrawingRows:
+        """The next `counts` draws of each row, laid end to end, as those of N rows that draw once."""
+        self.fold()
+        phases = self._counts % CHUNK
+        self._refill(np.flatnonzero(phases == 0))
+        places = np.repeat(np.arange(len(self)), counts)
+        columns = np.arange(len(places)) + (phases - counts.cumsum() + counts)[places]
+        numbers = self._uniforms[self._sent(places), self._sent(columns)]
+        rows = [self.rows[place] for place in places]
+        return DrawingRows(None, rows, self._alike(self._kinds[places]), numbers[:, None], [row.name for row in rows])
+
+    def check(self, tokens: Sequence[int], drafts: Sequence[Sequence[int]]) -> tuple[Integers, dict[int, End]]:
+        """Hold draws, one more of each row than its draft has, laid end to end, against the drafts. Returns how many
+        each row [R] keeps, up to the first that differs or ends the row, and the places of rows that end, and how."""
+        kept, ended, start = np.zeros(len(self), dtype=np.int64), dict[int, End](), 0
+        for place, (row, draft) in enumerate(zip(self.rows, drafts, strict=True)):
+            stops, reader = row.request.sampling.stop_token_ids, row.reader
+            done, left = self.ended(place), int(self._most[place] - self._counts[place])
+            for number, token in enumerate(tokens[start : start + len(draft) + 1]):
+                kept[place] += 1
+                if not done and (token in stops or (reader is not None and reader.ends(0, token))):
+                    ended[place] = "stop"
+                elif not done and number + 1 == left:
+                    ended[place] = "length"
+                if place in ended or number == len(draft) or token != draft[number]:
+                    break
+            start += len(draft) + 1
+        return kept, ended
+
+    def take_pass(self, draws: Draws, counts: Integers, kept: Integers, ended: Mapping[int, End]) -> None:
+        """Take the `draws` [M] that rows `kept`, laid end to end, of a pass over `counts` tokens of each; `ended` are
+        the places of rows that end with them."""
+        places = np.repeat(np.arange(len(self)), kept)
+        columns = np.arange(len(places)) + (self._counts - kept.cumsum() + kept)[places]
+        index = self._sent(places), self._sent(columns)
+        for name in Draws._fields:
+            self._put(name, getattr(draws, name), index, int(columns.max()) + 1)
+        self.pending = draws.tokens[self._sent(kept.cumsum() - 1)]
+        self._counts = self._counts + kept
+        self._ran_before = self._ran_before - (counts - 1)
+        for place in ended:
+            self._ends[place], self._ran_at[place] = self._counts[place], self._ran
+        self._left, self._drawing = int((self._most - self._counts).min()), None
+
     @property
     def full(self) -> bool:
         """Whether a row has its most tokens, so that it has to leave."""
@@ -231,9 +292,14 @@ class DrawnRows:
         """Write columns [r, S, *] of some rows, from their own columns `begins` on."""
         steps = x.shape[1]
         end = int(begins.max()) + steps if len(begins) else 0
-        kept = self._columns.get(name, x.new_zeros(0, 0, *x.shape[2:]))
+        columns = begins[:, None] + torch.arange(steps, device=self._device)
+        self._put(name, x, (places[:, None], columns), end)
+
+    def _put(self, name: str, x: Tensor, index: tuple[Tensor, Tensor], end: int) -> None:
+        """Write to these rows and columns, which are before `end`."""
+        kept = self._columns.get(name, x.new_zeros(0, 0, *x.shape[max(y.dim() for y in index) :]))
         kept = self._columns[name] = _roomy(kept, len(self), end)
-        kept[places[:, None], begins[:, None] + torch.arange(steps, device=self._device)] = x
+        kept[index] = x
 
     def taken(self, places: Sequence[int]) -> list[PlacedTokens]:
         """Take what some rows have drawn since they came or since this was called."""

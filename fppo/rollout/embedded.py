@@ -21,6 +21,7 @@ from fppo.models.model import Model
 from fppo.models.states import check_decodes
 from fppo.rollout.answered import answered
 from fppo.rollout.decoder import PACKED, Decoder, decoder_of
+from fppo.rollout.drafts import Drafter, text_drafts
 from fppo.rollout.engine import Ask
 from fppo.rollout.exact import check_exact_engine, head_log_probs, rounded_product
 from fppo.rollout.fitted import FittedSizes
@@ -69,9 +70,13 @@ class EmbeddedEngine:
 
     An `exact` engine's log-probs are those of a training pass by the same kernels, bit for bit (`laws.check_exact`).
 
+    With `draft_tokens`, up to so many tokens of a row are drafted by the `drafter` and checked in one pass. Tokens and
+    log-probs stay the same. Steps are then not recorded.
+
     Raises ValueError if `cache_bytes` cannot hold one row, for a model whose states differ in transformers between
     decoding by one token and a pass over a row, for `graphs` where steps cannot be recorded, for `routed` without
-    routers, for `exact` with inexact parts, and for `halve_on_oom` on a tensor axis.
+    routers, for `exact` with inexact parts, for `halve_on_oom` on a tensor axis, and for `draft_tokens` with `routed`,
+    `graphs` or a model with states.
     """
 
     model: Model
@@ -87,6 +92,8 @@ class EmbeddedEngine:
     exact: bool = False
     halve_on_oom: bool = False
     _fitted: FittedSizes = attrs.field(factory=FittedSizes, init=False, eq=False, repr=False)
+    draft_tokens: int = 0
+    drafter: Drafter = text_drafts
 
     def __attrs_post_init__(self) -> None:
         check_decodes(self.model.skeleton)
@@ -99,6 +106,8 @@ class EmbeddedEngine:
                 f"halve_on_oom = True: the {self.mesh['tensor'].size} ranks of a tensor axis decode together, so none "
                 'can repeat a step alone; give cache_bytes (rollout.cache_gb) as a number, not as "auto"'
             )
+        if self.draft_tokens:
+            _check_drafts(self)
 
     @property
     def together(self) -> tuple[str, ...]:
@@ -137,6 +146,8 @@ class EmbeddedEngine:
             together=self.together,
             limit=_limit(self.model),
             fitted=self._fitted if self.halve_on_oom else None,
+            draft_tokens=self.draft_tokens,
+            drafter=self.drafter,
         )
         del params
         yield requests
@@ -176,7 +187,7 @@ class EmbeddedEngine:
     def _record(self, device: torch.device, decoder: Decoder | None, axis: Axis) -> Record | None:
         """The recorder of steps; None if steps are not recorded. Without a `decoder` steps may wait for the device, and
         collectives along `axis` are not replayed."""
-        able = decoder is not None and axis.size == 1 and not self.exact
+        able = decoder is not None and axis.size == 1 and not self.exact and not self.draft_tokens
         if self.graphs and not able:
             kind = self.model.config.model_type
             raise ValueError(f"graphs = True: model type {kind!r} has steps that cannot be recorded; leave it out")
@@ -203,6 +214,24 @@ class EmbeddedEngine:
             free = torch.tensor((torch.accelerator.get_memory_info(device)[0] + unused) // 2, device=device)
             most = int(all_reduce(free, policy.columns.axis, dist.ReduceOp.MIN))
         return MemoryBudget(most, token, row)
+
+
+def _check_drafts(engine: EmbeddedEngine) -> None:
+    """Raise ValueError if an engine cannot check drafts."""
+    number, kind = engine.draft_tokens, engine.model.config.model_type
+    reasons = {
+        "give 0 for none, or the most tokens of a draft": number < 0,
+        f"layers of model type {kind!r} carry states, which cannot go back behind a draft; leave it out": (
+            engine.model.stateful
+        ),
+        "experts of drafted tokens are not reported; leave out routed (in settings algorithm.router_replay)": (
+            engine.routed
+        ),
+        "steps with drafts are not recorded; leave graphs out": engine.graphs is True,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"draft_tokens = {number}: {reason}")
 
 
 def _recorder(device: torch.device) -> Record:

@@ -10,6 +10,7 @@ from itertools import chain, compress
 from typing import NamedTuple
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from fppo.models.run import Bound
 from fppo.models.several import Adapter, fitted
 from fppo.rollout.banks import BankLayout
 from fppo.rollout.decoder import DecoderFactors
+from fppo.rollout.drafts import Drafter, RowDrafts
 from fppo.rollout.drawn import DrawingRows, DrawnRows, ScoreKind
 from fppo.rollout.engine import Sampling
 from fppo.rollout.fitted import FittedSizes, alone
@@ -88,6 +90,8 @@ class EmbeddedRequests:
         most_waiting: int | None,
         together: tuple[str, ...],
         limit: int | None,
+        draft_tokens: int,
+        drafter: Drafter,
         fitted: FittedSizes | None = None,
     ) -> None:
         self._load, self._most_rows, self._most_waiting = load, max_rows, most_waiting
@@ -102,6 +106,8 @@ class EmbeddedRequests:
         self._samplings: list[Sampling] = []  # of each kind
         self._prefilling: Sequence[PrefillInput] = ()  # in the pass that runs now
         self._take_in(params, version)
+        size = self._loaded.policy.columns.size
+        self._drafts = RowDrafts(drafter, draft_tokens, size) if draft_tokens else None
 
     @property
     def together(self) -> tuple[str, ...]:
@@ -345,6 +351,10 @@ class EmbeddedRequests:
         """Draw one more token of each row that has a place or gets one now. Returns the rows that drew, the draws, and
         the places of rows that end. With `scores` log-probs are final; else some may be computed later."""
         by_steps, others = self._chosen() if len(self._waiting) else ([], [])
+        if self._drafts is not None and not by_steps and not others and not self._drawn.queued:
+            drafts = self._drafts.propose(self._drawn.rows, self._drawn.room().tolist())
+            if any(drafts):
+                return self._passed(drafts)
         contexts = [row.context for row in by_steps if row.context is not None]
         if by_steps:
             self._reserve(by_steps, contexts[0].layout, max(len(row.ids) for row in by_steps))
@@ -367,6 +377,41 @@ class EmbeddedRequests:
         """Make room for rows, of which the longest has contexts of `longest` tokens."""
         most = max(len(row.ids) for row in rows) + max(row.tokens_left for row in rows)
         self._places.reserve(layout, len(rows), longest, most)
+
+    def _passed(self, drafts: Sequence[Sequence[int]]) -> tuple[DrawingRows, Draws, dict[int, End]]:
+        """`_stepped` by one pass over each row's pending token and its draft: `drafts` has one for each row."""
+        device, sizes = self._loaded.policy.device, np.array([len(draft) for draft in drafts])
+        counts = sizes + 1
+        ends = counts.cumsum()
+        ids = tensor_of([token for draft in drafts for token in (0, *draft)], torch.int64)
+        begins = sent(torch.from_numpy(ends - counts), device)
+        logits, hidden, _ = self._places.run(sent(ids, device).index_copy(0, begins, self._drawn.pending), counts)
+        self._drawn.ran(None)
+        rows = self._drawn.passing(counts)
+        draws = self._drawn_by(logits, rows, rows.numbers[:, 0])
+        kept, ended = self._drawn.check(draws.tokens.tolist(), drafts)
+        self._places.keep(kept)
+        if self._drafts is not None:
+            self._drafts.learn(self._drawn.rows, sizes.tolist(), (kept - 1).tolist())
+        if (kept < counts).any():
+            places = np.concatenate([np.arange(own) + end for own, end in zip(kept, ends - counts, strict=True)])
+            rows, index = self._drawn.passing(kept), sent(torch.from_numpy(places), device)
+            logits, draws = logits[index], Draws(*(x[index] for x in draws))
+            hidden = None if hidden is None else hidden[index]
+        if self._loaded.scores is not None and hidden is not None:
+            draws = draws._replace(log_probs=self._drawn.scored(rows, draws.tokens, hidden))
+        self._score(rows.rows, logits, draws.tokens)
+        self._follow(rows.rows, draws.tokens)
+        self._drawn.take_pass(draws, counts, kept, ended)
+        return rows, draws, ended
+
+    def _follow(self, rows: Sequence[OpenRow], tokens: Tensor) -> None:
+        """Note tokens that rows drew, for their drafts."""
+        if self._drafts is None:
+            return
+        over = {id(row) for place, row in enumerate(self._drawn.rows) if self._drawn.ended(place)}
+        drawn = zip(rows, tokens.tolist(), strict=True)
+        self._drafts.extend([(row, token) for row, token in drawn if id(row) not in over])
 
     def _place(self, rows: Sequence[OpenRow], contexts: Sequence[RowContext], pending: Sequence[int]) -> None:
         """Give rows places among the rows that decode; each continues its own of the `contexts`, and its own of the
@@ -447,21 +492,24 @@ class EmbeddedRequests:
         rows, numbers = self._drawn.drawing()
         if rows.places is not None:
             logits, hidden = logits[rows.places], None if hidden is None else hidden[rows.places]
-        draws: Draws | None = None
-        for kind, index in rows.kinds:
-            if index is None:
-                draws = draw(logits, numbers, self._samplings[kind], self._loaded.policy.columns)
-                break
-            own = draw(logits[index], numbers[index], self._samplings[kind], self._loaded.policy.columns)
-            draws = draws or Draws(*(x.new_zeros(len(logits)) for x in own))
-            for x, new in zip(draws, own, strict=True):
-                x[index] = new
-        if draws is None:  # all rows have tokens to run first
-            draws = Draws(numbers.long(), logits[:, 0], logits[:, 0])
+        draws = self._drawn_by(logits, rows, numbers)
         if hidden is not None and scores:
             draws, hidden = draws._replace(log_probs=self._drawn.scored(rows, draws.tokens, hidden)), None
         self._score(rows.rows, logits, draws.tokens)
+        self._follow(rows.rows, draws.tokens)
         return rows, draws, self._drawn.take(draws, hidden)
+
+    def _drawn_by(self, logits: Tensor, rows: DrawingRows, numbers: Tensor) -> Draws:
+        """Draw for each of the rows, from its logits [R, V] and by its number [R]."""
+        columns, draws = self._loaded.policy.columns, None
+        for kind, index in rows.kinds:
+            if index is None:
+                return draw(logits, numbers, self._samplings[kind], columns)
+            own = draw(logits[index], numbers[index], self._samplings[kind], columns)
+            draws = draws or Draws(*(x.new_zeros(len(logits)) for x in own))
+            for x, new in zip(draws, own, strict=True):
+                x[index] = new
+        return draws or Draws(numbers.long(), logits[:, 0], logits[:, 0])  # all rows have tokens to run first
 
     def _score(self, rows: Sequence[OpenRow], logits: Tensor, tokens: Tensor) -> None:
         """Store the scores of draws from logits [R, V] for the rows that report them."""
@@ -502,8 +550,9 @@ class EmbeddedRequests:
 
     def _closed(self, row: OpenRow, end: End) -> FinishedRequest:
         del self._open[row.name]
+        drafts = None if self._drafts is None else self._drafts.end(row)
         with torch.inference_mode(False):
-            return row.ended(end, torch.promote_types(self._loaded.policy.head.weight.dtype, torch.float32))
+            return row.ended(end, torch.promote_types(self._loaded.policy.head.weight.dtype, torch.float32), drafts)
 
 
 def _scored_by(samplings: Sequence[Sampling], scores: Callable[[float], HeadLogProbs] | None) -> ScoreKind:

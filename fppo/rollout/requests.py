@@ -79,7 +79,8 @@ class Request:
 
 
 class DrawnTokens(NamedTuple):
-    """The tokens of one step, in lists of one length: a token of each request that drew one."""
+    """The tokens of one step, in lists of one length: a token of each request that drew one; an engine that drafts may
+    have several of a request, in their order."""
 
     names: Sequence[str] = ()
     tokens: Sequence[int] = ()
@@ -88,14 +89,21 @@ class DrawnTokens(NamedTuple):
     version: int = 0  # of the engine's own policy; an adapter's is in `FinishedRequest.versions`
 
 
+class DraftCounts(NamedTuple):
+    """The numbers of tokens that were drafted for a request, and of those that were accepted."""
+
+    drafted: int
+    accepted: int
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class FinishedRequest:
     """A request that has ended, with all T tokens that it drew; log-probs are float32, or float64 if the parameters
     are.
 
     `end` is "stop" where a stop token, which is the last one, or a stop text ended it. `fed` counts the tokens that
-    went through the model for it. A request that was cancelled before its first draw has no tokens. `prompt_scores` and
-    `drawn_scores` answer `Request.scores`, in the dtype of the log-probs.
+    went through the model for it, including drafted ones. A request that was cancelled before its first draw has no
+    tokens. `prompt_scores` and `drawn_scores` answer `Request.scores`, in the dtype of the log-probs.
     """
 
     name: str
@@ -105,6 +113,7 @@ class FinishedRequest:
     versions: Tensor  # [T] int32, of the policies that drew them
     end: End
     fed: int
+    drafts: DraftCounts | None = None  # None: the engine drafts no tokens
     experts: Tensor | None = None  # [M, L, k]: of the M last tokens that were fed, where the engine records them
     prompt_scores: PromptScores | None = None
     drawn_scores: DrawnScores | None = None
@@ -162,7 +171,7 @@ class Requests(Protocol):
     def step(self, most: int | None = None) -> StepResult:
         """Draw one token, or a few, of each request that has a place; without open requests, do nothing.
 
-        With `most`, draw up to so many of each, and perhaps leave `StepResult.drawn` empty: to read the tokens of a
+        With `most`, do so up to so many times, and perhaps leave `StepResult.drawn` empty: to read the tokens of a
         request only once it has finished takes less time.
         """
         ...

@@ -14,7 +14,7 @@ from fppo.batch import RowInputs
 from fppo.data.stops import StopReader
 from fppo.rollout.prefill import PrefillResult, RowContext
 from fppo.rollout.records import check_stops
-from fppo.rollout.requests import End, FinishedRequest, Request
+from fppo.rollout.requests import DraftCounts, End, FinishedRequest, Request
 from fppo.rollout.scores import DrawnScores, PromptScores, ScoredPrompt, TopTokens
 
 
@@ -136,8 +136,8 @@ class OpenRow:
         if part.experts is not None:
             self.experts.append(part.experts)
 
-    def ended(self, end: End, dtype: torch.dtype) -> FinishedRequest:
-        """The request's result, with log-probs in `dtype`."""
+    def ended(self, end: End, dtype: torch.dtype, drafts: DraftCounts | None = None) -> FinishedRequest:
+        """The request's result, with log-probs in `dtype`, and the counts of its `drafts`."""
         nothing = torch.zeros(0, dtype=dtype)
         drawn = [(part, version) for part, version in zip(self.parts, self.versions, strict=True) if len(part.tokens)]
         versions = [torch.full_like(part.tokens, version, dtype=torch.int32) for part, version in drawn]
@@ -149,6 +149,7 @@ class OpenRow:
             versions=_cat(versions, nothing.int()),
             end=end,
             fed=self.fed,
+            drafts=drafts,
             experts=torch.cat(self.experts) if self.experts else None,
             prompt_scores=self.prompt_scores,
             drawn_scores=self._drawn_scores(dtype) if self.top else None,

@@ -85,6 +85,10 @@ class DecodingPolicy(NamedTuple):
         return Routes() if self.routers else None
 
 
+# the rows of an adapter, also laid out for a decoder if there is one
+OwnedRows = tuple[OwnRows, OwnSteps | None]
+
+
 class LiveRows(NamedTuple):
     """The R rows that are being generated, the cache of their keys and values with `columns` columns, and the `states`
     of layers that are recurrent (mixers)."""
@@ -97,6 +101,11 @@ class LiveRows(NamedTuple):
     bounds: tuple[int, int] | None = None  # the least and the most padding, where the host has them
     owned: Sequence[OwnRows] = ()  # for each adapter, the rows that use it
     own: Sequence[OwnSteps] = ()  # `owned` as indices and factors laid out for a decoder
+
+    def of(self, owned: Sequence[OwnedRows]) -> LiveRows:
+        """These rows, of which some are `owned` by adapters."""
+        own = [steps for _, steps in owned if steps is not None]
+        return self._replace(owned=[rows for rows, _ in owned], own=own)
 
 
 def plain_steps(
@@ -117,6 +126,28 @@ def plain_steps(
             hidden = next_hidden(tokens[:, None], column - rows.starts, attend, routes, rows.own)
             experts = None if routes is None else experts_of(routes.routed, policy.routers, tokens)[: len(tokens)]
             return Next(policy.logits(hidden, rows.owned), hidden, experts)
+
+        return advance
+
+    return of
+
+
+# runs several more tokens [N] of each row, and writes their keys and values to their places
+AdvanceBy = Callable[[Tensor, caches.PassPlaces], Next]
+
+
+def pass_steps(
+    policy: DecodingPolicy, attention_layers: Sequence[AttentionLayer], length: int
+) -> Callable[[LiveRows], AdvanceBy]:
+    """`plain_steps` of several tokens of each row in one pass. `LiveRows.own` and `owned` have places in the pass."""
+    next_hidden, kernel = _hidden_of(policy, attention_layers, length), policy.kernels.decode_attention
+
+    def of(rows: LiveRows) -> AdvanceBy:
+        def advance(tokens: Tensor, places: caches.PassPlaces) -> Next:
+            attend = RowWise(caches.pass_attention(kernel, rows.cache, places), rows.states)
+            positions = places.columns[:, None] - rows.starts[places.rows]
+            hidden = next_hidden(tokens[:, None], positions, attend, None, rows.own)
+            return Next(policy.logits(hidden, rows.owned), hidden)
 
         return advance
 

@@ -66,6 +66,7 @@ def served_policy(settings: TrainSettings, *, begins: bool) -> ServedPolicy:
         cache_bytes=rollout.cache_bytes,
         halve_on_oom=rollout.cache_gb == "auto",
         exact=rollout.exact,
+        draft_tokens=rollout.draft_tokens,
     )
     if settings.rollout.exact:
         probe_exact(model, kernels)

@@ -36,6 +36,10 @@ def rollout_problems(s: TrainSettings) -> Problems:
     yield from _engine(s)
     yield from _turns(s)
     yield from _sampling(s)
+    if s.rollout.draft_tokens and s.algorithm.routed:
+        text = "the experts of drafted tokens are not reported, and algorithm.router_replay = rollout reads them"
+        text = f"{text}; leave one of them out"
+        yield problem_at(s, "rollout.draft_tokens", text)
     if s.rollout.exact:
         yield from (problem_at(s, "rollout.exact", f"{text}; leave one of them out") for text in exact_hindrances(s))
 
@@ -56,6 +60,7 @@ def _engine(s: TrainSettings) -> Problems:
         return
     yield from vllm_problems(s, "rollout.vllm")
     yield from unread_problems(s, ["rollout.cache_gb"], "the embedded engine; give rollout.vllm.cache_gb")
+    yield from unread_problems(s, ["rollout.draft_tokens"], "the embedded engine; vLLM drafts no tokens here")
     if not s.decodes and s.model.decode_attention != "sdpa":
         yield from unread_problems(s, ["model.decode_attention"], "the embedded engine")
     longest = "eval" if (s.eval.max_tokens or 0) > s.rollout.max_tokens else "rollout"

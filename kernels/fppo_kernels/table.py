@@ -249,6 +249,11 @@ def takes_key_lengths(attention: Callable[..., Any]) -> bool:
     return "key_lengths" in inspect.signature(attention).parameters
 
 
+def takes_spans(decode_attention: Callable[..., Any]) -> bool:
+    """Whether a kernel for attention in decoding has the keyword `spans`, by which queries share rows."""
+    return "spans" in inspect.signature(decode_attention).parameters
+
+
 def check_key_lengths(attention: Callable[..., Any], need: str) -> None:
     """Raise ValueError for an attention kernel without the keyword `key_lengths`; `need` says what it is needed for."""
     if not takes_key_lengths(attention):

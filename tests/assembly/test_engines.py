@@ -29,9 +29,8 @@ CPU = torch.device("cpu")
 MESH = attrs.evolve(LOCAL)
 MODEL = small_model(15, width=16, layers=1)
 TOOLS = Tools(Kernels.named(), Lane(CPU))
-EMBEDDED = EngineOptions(
-    vllm=None, cache_bytes=None, halve_on_oom=False, bucket_mb=3, routed=False, exact=False, on_host=False
-)
+HOW = {"halve_on_oom": False, "routed": False, "exact": False, "draft_tokens": 0, "on_host": False}
+EMBEDDED = EngineOptions(vllm=None, cache_bytes=None, bucket_mb=3, **HOW)
 VLLM = attrs.evolve(EMBEDDED, vllm=VllmSettings(bucket_mb=5, send="changed", probe="never", max_rows=7))
 
 

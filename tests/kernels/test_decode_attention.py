@@ -1,5 +1,7 @@
 """Attention of one more token per row: each kernel keeps the laws, and equals a loop; each mistake breaks its law."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -118,3 +120,26 @@ def test_the_program_refuses_what_it_does_not_compute():
     query, keys = torch.ones(1, 1, 4), torch.ones(1, 1, 3, 4, dtype=torch.float64)
     with pytest.raises(ValueError, match="float32, float64 or bfloat16, of one dtype"):
         table.get("decode_attention", "cpp")(query, keys, keys, start=0, end=3, scale=1.0)
+
+
+@given(st.data())
+def test_spans_give_queries_rows_and_columns_of_their_own(data):
+    """By one query at a time, which reads its part of its row."""
+    rows, columns, count = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 20)), data.draw(st.integers(1, 5))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    query, keys, values = draw(count, 4, 32), draw(rows, 2, columns, 32), draw(rows, 2, columns, 3)
+    spans = []
+    for _ in range(count):
+        start = data.draw(st.integers(0, columns - 1))
+        spans.append([data.draw(st.integers(0, rows - 1)), start, data.draw(st.integers(start + 1, columns))])
+    end = max(span[2] for span in spans)
+    kernels = [table.get("decode_attention", name) for name in NAMES]
+    kernels = [kernel for kernel in kernels if table.takes_spans(kernel)]
+    assert len(kernels) == sum(name in ("eager", "cpp") for name in NAMES)
+    for kernel in kernels:
+        found = kernel(query, keys, values, start=0, end=end, scale=0.3, spans=torch.tensor(spans))
+        for own, one, (row, first, last) in zip(found, query, spans, strict=True):
+            cache = keys[row, None], values[row, None]
+            alone = kernel(one[None], *cache, start=first, end=last, scale=0.3)[0]
+            torch.testing.assert_close(own, alone, rtol=0, atol=0 if kernel.__name__ == "cpp" else 1e-12)

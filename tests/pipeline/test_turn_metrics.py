@@ -83,6 +83,19 @@ def test_the_kept_mass_is_what_sampling_left_of_the_policys_probability():
     assert (ask.prompts, ask.sampling, ask.key, ask.version, ask.newer) == (prompts, stage.sampling, Key(3), 7, newer)
 
 
+def test_drafts_are_counted_and_left_behind():
+    rollout = rollout_of(5, 3)
+    passes = rollout.response_mask.sum() - 4
+    rollout = attrs.evolve(rollout, drafts=torch.tensor([[6, 3], [0, 0], [4, 1]]))
+    engine = SimpleNamespace(generate=lambda params, ask: rollout)
+    found, report = stages.RollOut(engine=engine, sampling=Sampling())(SimpleNamespace(), {}, key=Key(3), version=7)
+    assert found.drafts is None
+    numbers = metrics.report(report)
+    assert numbers["rollout/drafts/tokens"] == pytest.approx(10 / 3)
+    assert numbers["rollout/drafts/accepted"] == pytest.approx(0.4)
+    assert numbers["rollout/drafts/tokens_per_pass"] == pytest.approx(int(passes + 4) / int(passes))
+
+
 def ages_of(scored: Scored) -> dict[str, float]:
     """The ages that a step reports of these rows, by a policy after 7 updates."""
     batch = {"sample": lambda run, **_: (scored, run.cursor, {}), "annotate": lambda scored, run: (BATCH, {})}

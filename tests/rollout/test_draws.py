@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import attrs
@@ -145,6 +145,14 @@ def whole_logits(module: Any, ids: list[int]) -> torch.Tensor:
         return module(input_ids=torch.tensor([ids])).logits[0]
 
 
+def likeliest(module: Any, row: int, ids: list[int], most: int) -> list[int]:
+    """A draft of the likeliest tokens, those that greedy rows draw from this module."""
+    draft = list[int]()
+    for _ in range(most):
+        draft.append(int(whole_logits(module, [*ids, *draft])[-1].argmax()))
+    return draft
+
+
 def check_draw(logits: torch.Tensor, number: torch.Tensor, how: Sampling, found: tuple[int, float, float]) -> None:
     """A token and its two log-probs are those that the uniform number draws from logits [V]."""
     token, log_prob, other = found
@@ -206,12 +214,15 @@ def check_scores(request: Request, one: Any, before: tuple[int, ...], drawn: lis
     st.sampled_from([1, 4, 128]),
     st.booleans(),
     st.booleans(),
+    st.sampled_from([0, 0, 4]),
 )
 def test_draws_of_requests_are_by_their_own_tokens_keys_and_weights(
-    rounds, name, max_rows, prefill, chunk, graphs, bounded
+    rounds, name, max_rows, prefill, chunk, graphs, bounded, drafts
 ):
     model, versions, modules = policies(name)
     how = {"graphs": True} if graphs and name in ("qwen2", "mistral") else {}
+    if drafts and not how and name != "lfm2":
+        how = {"draft_tokens": drafts, "drafter": lambda: partial(likeliest, modules[0])}
     if bounded and name == "qwen2":
         how["cache_bytes"] = 120 * TOKEN_BYTES
     engine = engine_of(model, max_rows=max_rows, prefill_tokens=prefill, **how)

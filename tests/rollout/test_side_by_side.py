@@ -108,12 +108,22 @@ def same(got, expected, atol=1e-12):
     prefill=st.sampled_from((9, 1024)),
     graphs=st.booleans(),
     merges=st.booleans(),
+    drafts=st.sampled_from((0, 0, 3)),
 )
-def test_each_row_is_answered_as_by_its_adapter_alone(owners, cut, between, max_rows, chunk, prefill, graphs, merges):
+def test_each_row_is_answered_as_by_its_adapter_alone(
+    owners, cut, between, max_rows, chunk, prefill, graphs, merges, drafts
+):
     """Whatever others are beside it, whenever they come, merged or not; its prompt is scored by its adapter, too."""
     (model, params), adapters = family("qwen2")
     asked = [request(row, own, scores=Scores(prompt=True)) for row, own in enumerate(owners)]
+    texts = [[*asked[int(name)].ids, *one.tokens.tolist()] for (_, name), one in alone("qwen2", merges).items()]
+
+    def draft(row, ids, most):  # another adapter's tokens, or right
+        return next((text[len(ids) : len(ids) + most] for text in texts if text[: len(ids)] == [*ids]), [])
+
+    graphs = graphs and not drafts
     engine = engine_of(model, max_rows=max_rows, prefill_tokens=prefill, graphs=graphs)
+    engine = attrs.evolve(engine, draft_tokens=drafts, drafter=lambda: draft)
     with pytest.MonkeyPatch.context() as patch:
         for module in (places, drawing):
             patch.setattr(module, "CHUNK", chunk)

@@ -31,6 +31,8 @@ OF_ROLLOUTS: list[Rule] = [
     (GROUPS, {"rollout.n": 1}, ["rollout.n"]),
     (VLLM | {"rollout.vllm.max_rows": 9}, {"rollout.engine": "embedded"}, ["rollout.vllm.max_rows"]),
     ({"rollout.cache_gb": 1.0}, VLLM, ["rollout.cache_gb"]),
+    ({"rollout.draft_tokens": 4}, VLLM, ["rollout.draft_tokens"]),
+    ({"algorithm.router_replay": "rollout"}, {"rollout.draft_tokens": 4}, ["rollout.draft_tokens"]),
     ({"model.decode_attention": "eager"}, VLLM, ["model.decode_attention"]),
     (VLLM | JUDGE | {"model.decode_attention": "eager"}, {"reward.judge.path": None}, ["model.decode_attention"]),
     (VLLM | {"rollout.vllm.max_model_len": 768}, {"rollout.max_tokens": 257}, ["rollout.vllm.max_model_len"]),

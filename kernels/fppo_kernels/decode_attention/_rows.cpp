@@ -1,4 +1,4 @@
-// Attention of one token per row over its cache, as eager.py writes it.
+// Attention of one token per row over its cache, as eager.py writes it; or of tokens that `spans` gives rows and columns.
 
 namespace {
 
@@ -87,21 +87,26 @@ void mix(const T* weights, int64_t groups, const Raw* values, int64_t seen, int6
                   : NAME<ANY, T, Raw>)
 
 template <typename T, typename Raw>
-void attend(const Raw* query, const Raw* keys, const Raw* values, const Raw* bias, const T* sinks, Raw* out,
-            int64_t rows, int64_t heads, int64_t groups, int64_t columns, int64_t width, int64_t value_width,
-            int64_t start, int64_t end, T scale, T softcap, int64_t threads) {
+void attend(const Raw* query, const Raw* keys, const Raw* values, const Raw* bias, const T* sinks,
+            const int64_t* spans, Raw* out, int64_t tokens, int64_t heads, int64_t groups, int64_t columns,
+            int64_t width, int64_t value_width, int64_t start, int64_t end, T scale, T softcap, int64_t threads) {
   constexpr int64_t LANES = Vector<T>::lanes;
-  const int64_t seen = end - start, room = (seen + LANES - 1) / LANES * LANES;
+  const int64_t most = (end - start + LANES - 1) / LANES * LANES;
   const auto of_keys = FOR_WIDTH(multiply, width);
   const auto of_values = FOR_WIDTH(mix, value_width);
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<T> scores(groups * room), sums(groups * value_width), largest(groups), totals(groups);
+    std::vector<T> scores(groups * most), sums(groups * value_width), largest(groups), totals(groups);
 #pragma omp for
-    for (int64_t task = 0; task < rows * heads; ++task) {
-      const int64_t row = task / heads, head = task % heads, first = task * columns + start;
+    for (int64_t task = 0; task < tokens * heads; ++task) {
+      const int64_t token = task / heads, head = task % heads;
+      const int64_t row = spans == nullptr ? token : spans[3 * token];
+      const int64_t begin = spans == nullptr ? start : spans[3 * token + 1];
+      const int64_t seen = (spans == nullptr ? end : spans[3 * token + 2]) - begin;
+      const int64_t room = (seen + LANES - 1) / LANES * LANES;
+      const int64_t first = (row * heads + head) * columns + begin;
       const T* sink = sinks == nullptr ? nullptr : sinks + head * groups;
-      const Raw* hidden = bias == nullptr ? nullptr : bias + row * columns + start;
+      const Raw* hidden = bias == nullptr ? nullptr : bias + row * columns + begin;
       of_keys(query + task * groups * width, groups, keys + first * width, seen, room, width, scores.data());
       for (int64_t g = 0; g < groups; ++g)
         largest[g] =
@@ -121,11 +126,11 @@ void attend(const Raw* query, const Raw* keys, const Raw* values, const Raw* bia
 
 #define FUNCTIONS(NAME, T, RAW)                                                                                        \
   extern "C" void attend_##NAME(const RAW* query, const RAW* keys, const RAW* values, const RAW* bias, const T* sinks, \
-                                RAW* out, int64_t rows, int64_t heads, int64_t groups, int64_t columns, int64_t width, \
-                                int64_t value_width, int64_t start, int64_t end, double scale, double softcap,        \
-                                int64_t threads) {                                                                     \
-    attend<T>(query, keys, values, bias, sinks, out, rows, heads, groups, columns, width, value_width, start, end,    \
-              T(scale), T(softcap), threads);                                                                          \
+                                const int64_t* spans, RAW* out, int64_t tokens, int64_t heads, int64_t groups,         \
+                                int64_t columns, int64_t width, int64_t value_width, int64_t start, int64_t end,       \
+                                double scale, double softcap, int64_t threads) {                                       \
+    attend<T>(query, keys, values, bias, sinks, spans, out, tokens, heads, groups, columns, width, value_width, start, \
+              end, T(scale), T(softcap), threads);                                                                     \
   }
 
 FUNCTIONS(float32, float, float)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from fppo_kernels._cpp import call, kind_of
-from fppo_kernels.shapes import Float
+from fppo_kernels.shapes import Float, Int
 
 
 def cpp(
-    query: Float[Tensor, "r q d"],
+    query: Float[Tensor, "n q d"],
     keys: Float[Tensor, "r k c d"],
     values: Float[Tensor, "r k c e"],
     bias: Float[Tensor, "r c"] | None = None,
@@ -20,17 +20,18 @@ def cpp(
     scale: float,
     softcap: float | None = None,
     sinks: Float[Tensor, " q"] | None = None,
-) -> Float[Tensor, "r q e"]:
+    spans: Int[Tensor, "n 3"] | None = None,
+) -> Float[Tensor, "n q e"]:
     """Compute `eager` in float32 or wider, rounded once, without a gradient.
 
     Raises ValueError for float16, mixed dtypes, and tensors that are not on the CPU.
     """
     query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
     kind = kind_of(query, keys, values, *(() if bias is None else (bias,)))
-    (rows, heads, width), (_, kv_heads, columns, value_width) = query.shape, values.shape
-    out = query.new_empty(rows, heads, value_width)
+    (tokens, heads, width), (_, kv_heads, columns, value_width) = query.shape, values.shape
+    out = query.new_empty(tokens, heads, value_width)
     wide = None if sinks is None else sinks.to(torch.promote_types(query.dtype, torch.float32)).contiguous()
-    tensors = query, keys, values, None if bias is None else bias.contiguous(), wide, out
-    sizes = rows, kv_heads, heads // kv_heads, columns, width, value_width, start, end
+    tensors = query, keys, values, None if bias is None else bias.contiguous(), wide, spans, out
+    sizes = tokens, kv_heads, heads // kv_heads, columns, width, value_width, start, end
     call("decode_attention/_rows.cpp", f"attend_{kind}", *tensors, *sizes, float(scale), float(softcap or 0.0))
     return out
