@@ -68,7 +68,7 @@ def served_policy(settings: TrainSettings, *, begins: bool) -> ServedPolicy:
         exact=settings.rollout.exact,
     )
     if settings.rollout.exact:
-        probe_exact(model, kernels)
+        probe_exact(model, kernels, device)
     texts = texts_of(
         tokenizer,
         vocabulary=vocabulary_size(inputs.config),

@@ -381,4 +381,11 @@ EXACT: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ),
     }
 )
+
+
+def exact_here() -> Mapping[str, str]:
+    """The exact kernels by operation for this machine: those of `EXACT` for a GPU if it has one."""
+    return EXACT["cuda" if _has_cuda() else "cpu"]
+
+
 INSIDE = tuple(field.name for field in attrs.fields(Kernels) if field.metadata["inside"])  # inside layers

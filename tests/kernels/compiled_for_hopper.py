@@ -1,8 +1,9 @@
 """Compiles the bfloat16 programs for an H200, which takes no GPU: prints the matrix instructions and what is used.
 
-And those of norms, gated activations and rotary positions."""
+And those of norms, gated activations and rotary positions, and of the kernels named "fixed"."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,27 +80,32 @@ def compile_fixed(kernel: Any, dtype: torch.dtype, settings: dict[str, Any], ali
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def fixed_programs() -> None:
-    """Those of products and attention, in each dtype and in narrow and wide heads."""
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        tiles, rows = tiles_of(dtype), torch.empty(0, 1, 1, dtype=dtype)
+STAGES = {"attention_forward": 2, "attention_backward_queries": 1, "attention_backward_keys": 1}
+FIXED = (  # dtypes, widths of heads, and programs
+    (torch.bfloat16, 128, tuple(STAGES)),
+    (torch.bfloat16, 256, ("attention_backward_keys",)),
+    (torch.float32, 128, ("attention_forward", "attention_backward_keys")),
+    (torch.float64, 64, ("attention_forward",)),
+)
+
+
+def fixed_programs(choices: Sequence[tuple[torch.dtype, int, Sequence[str]]] = FIXED) -> None:
+    """Compile products and attention: they load 16 bytes at once, and fit the shared memory of any GPU."""
+    for dtype, width, names in choices:
+        tiles, rows = tiles_of(dtype), torch.empty(0, 1, width, dtype=dtype)
         settings = {"BM": tiles.rows, "BN": tiles.outs, "BK": tiles.inner, "GROUP": 8, "WIDEN": False}
         settings |= {"WIDE": wide_of(dtype)[1], "BIAS": True, "across": 1, "num_warps": 4, "num_stages": tiles.stages}
-        made = {"product": compile_fixed(product, dtype, settings, ("width", "along"))}
-        for width in (64, 128, 256):
-            stages = {"attention_forward": 2, "attention_backward_queries": 1, "attention_backward_keys": 1}
-            for name, count in stages.items():
-                rule = HeadRule(0.1, 2.0).settings(rows.expand(0, 1, width), width, stages=count)
-                made[f"{name} {width}"] = compile_fixed(getattr(attention, name), dtype, {**rule, "SINKS": True})
+        made = {"product": compile_fixed(product, dtype, settings, ("width", "along"))} if width <= 128 else {}
+        for name in names:
+            rule = HeadRule(0.1, 2.0).settings(rows, width, stages=STAGES[name])
+            made[f"{name} {width}"] = compile_fixed(getattr(attention, name), dtype, {**rule, "SINKS": True})
         for name, compiled in made.items():
             ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
             assert shared <= 99 << 10, f"{name} of {dtype} takes {shared} bytes of shared memory"
-            assert re.search(r"(cp\.async|ld\.global)[\w.]*(\.v4\.b32|\.v2\.b64|16)", ptx), name
-            if dtype == torch.float32:
-                assert "tf32" not in ptx, name
-            if dtype == torch.bfloat16:
-                assert "mma" in ptx, name
-            print(f"fixed {name} in {dtype}: {shared} bytes of shared memory")
+            assert re.search(r"cp\.async\.cg[^;]*0x10|ld\.global[\w.]*(v4\.b32|v2\.b64)", ptx), f"{name} of {dtype}"
+            assert "tf32" not in ptx, f"{name} of {dtype}"
+            assert "mma" in ptx or dtype != torch.bfloat16, name
+            print(f"fixed {name} in {dtype}, {shared} bytes of shared memory: translated")
     merge = {"ENTROPY": True, "SQUARED": True, "BM": 64}
     assert "cubin" in compile_fixed(merge_in_order, torch.float32, merge).asm
 
