@@ -149,7 +149,7 @@ class RolloutSettings:
     vllm: VllmSettings = setting(VllmSettings)
     """How vLLM runs."""
     exact: bool = setting(False)
-    """Sample with the log-probs that training computes, bit for bit, and take them for the old ones (CPUs)."""
+    """Sample with the log-probs that training computes, bit for bit, and take them for the old ones."""
     gap: Literal["warn", "stop", "off"] = setting("warn")
     """What to do where the engine's probabilities differ from the policy's by more than the dtypes explain."""
     turns: TurnsSettings = setting(TurnsSettings)

@@ -184,9 +184,7 @@ BUILTIN: Table = MappingProxyType(
                 opaque=True,
             ),
             "triton": Implementation("fppo_kernels.log_probs.triton:triton", _needs_triton, lacks=NO_HALF),
-            "fixed": Implementation(
-                "fppo_kernels.log_probs.fixed:fixed", _needs_triton, lacks=NO_HALF | NO_DOUBLE
-            ),
+            "fixed": Implementation("fppo_kernels.log_probs.fixed:fixed", _needs_triton, lacks=NO_HALF | NO_DOUBLE),
         },
         "linear": {
             "torch": Implementation("fppo_kernels.linear.plain:plain"),

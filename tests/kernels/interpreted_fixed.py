@@ -54,7 +54,11 @@ def keeps_laws(name, dtype, sizes, numbers=None):
 
 
 def laws_of_linear():
-    for dtype, sizes in ((torch.float32, ((0, 2), (3, 5), (33, 130))), (torch.float64, ((5, 3),)), (FLOATS[1], ((5, 3),))):
+    for dtype, sizes in (
+        (torch.float32, ((0, 2), (3, 5), (33, 130))),
+        (torch.float64, ((5, 3),)),
+        (FLOATS[1], ((5, 3),)),
+    ):
         keeps_laws("linear", dtype, sizes)
 
 
@@ -181,7 +185,9 @@ def attention_of_one_token():
                 assert torch.equal(whole, expected)
                 for row in (1, 3):
                     own = query[last[row : row + 1]], *(x[row : row + 1] for x in caches)
-                    assert torch.equal(decoding(*own, bias[row : row + 1], start=start, end=end, **of_head)[0], whole[row])
+                    assert torch.equal(
+                        decoding(*own, bias[row : row + 1], start=start, end=end, **of_head)[0], whole[row]
+                    )
                     if how["window"] is None:  # without a bias a row begins at `start`
                         alone = decoding(*own, start=end - SEQUENCES[row], end=end, **of_head)
                         assert torch.equal(alone[0], whole[row])
@@ -201,8 +207,12 @@ def placed_anywhere():
     inputs = [drawn(9, n, 6) for n in (4, 2, 2)]
     how = {"lengths": make_lengths([4, 5]), "scale": 0.3}
     expected = attention(*inputs, **how)
-    assert torch.equal(attention(inputs[0], *(torch.cat([x, x[..., :1]], -1)[..., :-1] for x in inputs[1:]), **how), expected)
-    assert torch.equal(attention(inputs[0], *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs[1:]), **how), expected)
+    assert torch.equal(
+        attention(inputs[0], *(torch.cat([x, x[..., :1]], -1)[..., :-1] for x in inputs[1:]), **how), expected
+    )
+    assert torch.equal(
+        attention(inputs[0], *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs[1:]), **how), expected
+    )
 
 
 def refusals():
@@ -236,7 +246,9 @@ def probe():
     engine, _ = engine_of("qwen2")
     exact_probe.probe_exact(engine.model, engine.kernels)
     other = table.get("log_probs", "triton")
-    many = attrs.evolve(engine.kernels, linear=lambda x, weight, bias=None: other(x, weight, bias) if 0 else x @ weight.T)
+    many = attrs.evolve(
+        engine.kernels, linear=lambda x, weight, bias=None: other(x, weight, bias) if 0 else x @ weight.T
+    )
     with pytest.raises(ValueError, match=r"rollout\.exact: linear of .* gives a row other bits"):
         exact_probe.probe_exact(engine.model, many)
 

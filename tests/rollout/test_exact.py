@@ -31,7 +31,9 @@ FEW = {"sizes": ((1, 1), (2, 2), (3, 9)), "seeds": 2}
 
 def kernels_for(model, **changes):
     """The exact ones, where the model has a place for them."""
-    names = {op: name for op, name in EXACT.items() if op not in exact.INSIDE or models.has_place(model.skeleton, op)}
+    names = {
+        op: name for op, name in EXACT["cpu"].items() if op not in exact.INSIDE or models.has_place(model.skeleton, op)
+    }
     return attrs.evolve(Kernels.named(**names), **changes)
 
 
@@ -219,6 +221,6 @@ def test_each_thing_that_keeps_an_engine_from_being_exact_is_said(changes, mesh,
     model, ring = make("qwen2")[0], mesh.get("ring", False)
     monkeypatch.setattr(type(model), "text_of", lambda model, skeleton: skeleton)
     axes = {name: Axis(size) for name, size in mesh.items() if name != "ring"}
-    kernels = Kernels.named(**EXACT)
+    kernels = Kernels.named(**EXACT["cpu"])
     found = [*exact.hindrances(attrs.evolve(model, **changes), kernels, Mesh(axes, ring=ring))]
     assert [text.startswith(start) for text, start in zip(found, why, strict=True)] == [True] * len(why)

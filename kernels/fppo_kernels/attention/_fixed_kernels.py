@@ -17,7 +17,18 @@ import triton.language as tl
 
 from fppo_kernels._fixed_kernels import multiply_add, tanh
 
-FORWARD = ["sequences", "tiles", "groups", "heads", "window", "key_step", "key_head", "value_step", "value_head", "step"]
+FORWARD = [
+    "sequences",
+    "tiles",
+    "groups",
+    "heads",
+    "window",
+    "key_step",
+    "key_head",
+    "value_step",
+    "value_head",
+    "step",
+]
 BACKWARD = ["sequences", "tiles", "groups", "heads", "window"]
 
 

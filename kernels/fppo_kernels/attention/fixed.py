@@ -159,9 +159,7 @@ def _backward(
     return *slopes, of_sinks
 
 
-def _definition(
-    options: _Options, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
-) -> tuple[Tensor]:
+def _definition(options: _Options, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor]:
     keywords = {**options.rule._asdict(), "window": options.window, "sinks": sinks}
     return (sdpa(query, key, value, lengths=options.lengths, key_lengths=options.key_lengths, **keywords),)
 

@@ -49,9 +49,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-def _forward(
-    options: None, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[tuple[Tensor], tuple[()]]:
+def _forward(options: None, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[tuple[Tensor], tuple[()]]:
     return (multiply(x, weight, bias),), ()
 
 
