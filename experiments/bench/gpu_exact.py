@@ -10,7 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import attrs
-import torch
 from gpu_model import build, experience, parameters, prompts
 from gpu_step import kernels_of, runs
 from gpu_tools import Plan, Record, attempt, check, table

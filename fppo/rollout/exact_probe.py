@@ -32,8 +32,9 @@ Check = tuple[str, Callable[[], bool]]  # an operation, and a function that test
 
 
 def probe_exact(model: Model, kernels: Kernels, device: torch.device | None = None) -> None:
-    """Raise ValueError for the first operation with which a row's bits depend on other rows, on a device (None: the CPU,
-    with its number of threads). The last test runs a small instance of the model, for operations other than kernels."""
+    """Raise ValueError for the first operation with which a row's bits depend on other rows, on a device (None: the
+    CPU, with its number of threads). The last test runs a small instance of the model, for operations other than
+    kernels."""
     device = device or torch.device("cpu")
     check_exact_engine(model, kernels, LOCAL)
     dtype = model.compute_dtype or torch.float32

@@ -96,8 +96,8 @@ def layer_kernel(op: str, machine: Machine, dtypes: set[str], *, compiled: bool,
 
 
 def with_exact(model: ModelSettings, machine: Machine) -> tuple[ModelSettings, list[str]]:
-    """Replace "auto", and torch's linear layers, by the exact kernels of the machine's device, where they run; the lines
-    say where they do not."""
+    """Replace "auto", and torch's linear layers, by the exact kernels of the machine's device, where they run. The
+    lines say where they do not."""
     chosen, lines = dict[str, str](), list[str]()
     for op, name in EXACT.get(machine.device, {}).items():
         reason = machine.refusals.get(f"{op}/{name}")

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from fppo_kernels import _fixed_kernels
+from fppo_kernels import _triton_kernels
 
-INTERPRETED = isinstance(_fixed_kernels.multiply_add, InterpretedFunction)
+INTERPRETED = isinstance(_triton_kernels.multiply_add, InterpretedFunction)
 _BYTES = 16
 
 
@@ -38,8 +38,8 @@ def wide_of(dtype: torch.dtype) -> tuple[torch.dtype, Any]:
 
 
 def check_tensors(kernel: str, dtypes: tuple[torch.dtype, ...], *tensors: Tensor | None) -> None:
-    """Raise ValueError for tensors that are not of one of the `dtypes`, for mixed ones, and for tensors on a CPU without
-    Triton's interpreter."""
+    """Raise ValueError for tensors that are not of one of the `dtypes`, for mixed ones, and for tensors on a CPU
+    without Triton's interpreter."""
     given = [x for x in tensors if x is not None]
     if given[0].dtype not in dtypes or any(x.dtype != given[0].dtype for x in given):
         raise ValueError(f"{kernel} takes tensors of one of {[*map(str, dtypes)]}, got {[str(x.dtype) for x in given]}")

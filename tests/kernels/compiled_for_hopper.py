@@ -12,11 +12,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fppo_kernels._fixed import wide_of
-from fppo_kernels.attention import _fixed_kernels as attention
+from fppo_kernels.attention import _triton_kernels as attention
 from fppo_kernels.attention.fixed import HeadRule
 from fppo_kernels.glu import _triton_kernels as glus
 from fppo_kernels.glu.eager import ACTIVATIONS
-from fppo_kernels.linear._fixed_kernels import product
+from fppo_kernels.linear._triton_kernels import product
 from fppo_kernels.linear.fixed import tiles_of
 from fppo_kernels.log_probs._triton_kernels import log_probs_backward, log_probs_forward, merge_in_order
 from fppo_kernels.rms_norm import _triton_kernels as norms

@@ -11,7 +11,7 @@ import triton as _triton
 from torch import Tensor
 
 from fppo_kernels._fixed import INTERPRETED, aligned, check_tensors, is_aligned, wide_of
-from fppo_kernels.attention._fixed_kernels import (
+from fppo_kernels.attention._triton_kernels import (
     attention_backward_keys,
     attention_backward_queries,
     attention_forward,
@@ -62,8 +62,9 @@ def key_table(x: Tensor) -> KeyTable:
 
 
 class Placed(NamedTuple):
-    """Queries and the keys that they see: `places` int64 [6, S] as in `_fixed_kernels`, `seen` uint8, 0 at hidden keys, which keys are
-    `step` apart, and steps between keys and between heads. `most` is the largest number of queries of a sequence."""
+    """Queries and the keys that they see: `places` int64 [6, S] as in `_triton_kernels`, steps between keys and between
+    heads of keys, and `seen` uint8, 0 for hidden keys, in which keys are `step` apart. `most` is the largest number of
+    queries of a sequence."""
 
     places: Tensor
     most: int

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fppo_kernels._fixed import INTERPRETED, aligned, check_tensors, is_aligned, wide_of
-from fppo_kernels.linear._fixed_kernels import product
+from fppo_kernels.linear._triton_kernels import product
 from fppo_kernels.shapes import Float
 from fppo_kernels.transforms import TwoPass, run
 

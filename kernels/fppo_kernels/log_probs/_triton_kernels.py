@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fppo_kernels._fixed_kernels import tanh
+from fppo_kernels._triton_kernels import tanh
 
 LOWEST = tl.constexpr(-1e18)  # the logit of absent entries; finite, as is its square, because 0 * inf is not a number
 
@@ -187,10 +187,10 @@ def merge_in_order(
     real = rows < tokens
     plane, place = splits * tokens, moments + rows
     maximum = tl.full((BM,), LOWEST, tl.float32)
-    for split in range(0, splits):
+    for split in range(splits):
         maximum = tl.maximum(maximum, tl.load(place + split * tokens, real, other=0.0))
     total = tl.zeros((BM,), tl.float32)
-    for split in range(0, splits):
+    for split in range(splits):
         at = place + split * tokens
         total += tl.exp(tl.load(at, real, other=0.0) - maximum + tl.load(at + plane, real, other=0.0))
     log_sum = tl.log(total)
@@ -198,7 +198,7 @@ def merge_in_order(
     tl.store(merged + tokens + rows, log_sum, real)
     entropy, squared = tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32)
     if ENTROPY or SQUARED:
-        for split in range(0, splits):
+        for split in range(splits):
             at = place + split * tokens
             log_share = tl.load(at, real, other=0.0) - maximum + tl.load(at + plane, real, other=0.0) - log_sum
             share = tl.exp(log_share)  # a split without any probability may have no moments

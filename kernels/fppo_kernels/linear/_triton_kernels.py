@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fppo_kernels._fixed_kernels import multiply_add
+from fppo_kernels._triton_kernels import multiply_add
 
 
 @triton.jit(do_not_specialize=["rows", "outs"])

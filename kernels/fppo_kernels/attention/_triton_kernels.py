@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fppo_kernels._fixed_kernels import multiply_add, tanh
+from fppo_kernels._triton_kernels import multiply_add, tanh
 
 FORWARD = [
     "sequences",
