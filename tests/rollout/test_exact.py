@@ -73,6 +73,22 @@ def test_an_exact_engine_packs_no_weights(monkeypatch):
     assert len(packs) > 2
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_exact_attention_learns_where_rows_begin(exact):
+    """Rows of equal padding have a bias as well: a kernel whose blocks begin at a row's first key has to know it."""
+    engine, params = engine_of("qwen3")
+    biases, kernel = [], engine.kernels.decode_attention
+
+    def attend(*args, **how):
+        biases.append(args[3])
+        return kernel(*args, **how)
+
+    engine = attrs.evolve(engine, exact=exact, kernels=attrs.evolve(engine.kernels, decode_attention=attend))
+    engine.generate(params, Ask(make_prompts((4, 4)), Sampling(max_tokens=3, stop_token_ids=()), Key(0)))
+    assert biases
+    assert all((bias is not None) == exact for bias in biases)
+
+
 @pytest.mark.slow
 def test_threads_change_nothing():
     torch.set_num_threads(3)
