@@ -72,7 +72,8 @@ def work(plan: Plan, exact: bool) -> Record:
     model, variant = build(plan.model, plan), plan.variants[0]
     fast = attrs.evolve(kernels_of(variant), decode_attention=Kernels.named().decode_attention)
     kernels = exact_kernels(plan) if exact else fast
-    optimizer, loop = adamw(schedule("constant", 1e-5)), Loop(plan.rows[0], MicroBatching(size=variant.rows))
+    optimizer, cut = adamw(schedule("constant", 1e-5)), MicroBatching(size=variant.rows)
+    loop = Loop(mini_batch_size=plan.rows[0], micro_batching=cut)
     params = parameters(model, plan.device)
     update = UpdateActor(forward=Forward(model, kernels), loss_fn=losses.ppo_clip, loop=loop, optimizer=optimizer)
     batches = [experience(plan, seed, plan.model.vocabulary) for seed in range(2 + plan.fresh)]
