@@ -326,13 +326,13 @@ SECTIONS = ("attention", "gae", "adamw", "ragged", "update", "decode", "offload"
 OTHERS = ("log_probs", "float8", "interrupt", "recorded", "collectives", "laws", "vllm")
 
 
-def _dry_runs(directory, *sections):
+def _dry_runs(directory, *sections, without=NOT_NEEDED):
     """The JSON of dry runs of the GPU's benchmark with these sections each, in a process without what those do not
     need; all but the first find xxhash, by which weights for vLLM are digested."""
     bench, paths = EXPERIMENTS / "bench", [directory / f"gpu-{number}.json" for number in range(len(sections))]
     code = f"""
 import runpy, sys
-sys.modules.update(dict.fromkeys({NOT_NEEDED}))
+sys.modules.update(dict.fromkeys({without}))
 sys.path.insert(0, {str(bench)!r})
 for path, sections in zip({[str(path) for path in paths]}, {sections}):
     sys.argv = ["gpu.py", "--dry-run", "--json", path, "--sections", *sections]
@@ -374,6 +374,16 @@ def test_dry_runs_of_the_gpus_benchmark_reach_their_verdicts(tmp_path):
     assert len(errors) == 8
     assert len(vllm) == 3 * 7  # ways on two imagined GPUs
     assert all(verdict["passed"] for verdict in held + errors + vllm if not verdict["name"].endswith("GB/s"))
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_exact_rollouts_has_a_ratio_of_one(tmp_path):
+    (found,) = _dry_runs(tmp_path, ("exact",), without=())
+    values = {verdict["name"]: verdict["value"] for verdict in found["verdicts"]}
+    assert values["exact: the law of its engine (1: held)"] == 1
+    assert values["exact, float32: log-probs with equal bits, of all"] == 1
+    assert values["exact, float32: the ratio's distance from 1"] == 0
+    assert {"exact over fast: update", "exact over fast: decode"} <= values.keys()
 
 
 @pytest.mark.slow

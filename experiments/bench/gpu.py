@@ -37,6 +37,7 @@ SECTIONS = {
     "float8": "gpu_float8:bench_float8",
     "decode": "gpu_step:bench_decode",
     "interrupt": "gpu_interrupt:bench_interrupt",
+    "exact": "gpu_exact:bench_exact",
     "offload": "gpu_step:bench_offload",
     "collectives": "gpu_ranks:bench_collectives",
     "vllm": "gpu_vllm:bench_vllm",

@@ -46,6 +46,8 @@ def check_laws(plan: Plan) -> list[Record]:
         lacks = kernels.BUILTIN["attention"][name].lacks
         settings = {"dtypes": (plan.dtype,), "wide": plan.attention[-1], "lacks": lacks}
         checks.append(("attention", name, settings))
+    others = [op for op, name in kernels.EXACT["cuda"].items() if name == "fixed" and op != "attention"]
+    checks += [(op, "fixed", {"dtypes": tuple({plan.dtype, torch.float32})}) for op in others]
     checks += [("adamw", name, {"dtypes": (torch.float32,)}) for name in loadable("adamw")]
     layers = [op for op in kernels.INSIDE if "triton" in kernels.BUILTIN[op]]
     checks += [(op, "triton", {"dtypes": (x,)}) for op in layers for x in (torch.float32, plan.dtype)]

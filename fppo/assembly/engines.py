@@ -101,7 +101,7 @@ def embedded_engine(options: EngineOptions, model: Model, pad_token_id: int, mes
         draft_tokens=options.draft_tokens,
     )
     if options.exact:
-        probe_exact(model, tools.kernels)
+        probe_exact(model, tools.kernels, tools.lane.device)
     engine = _fetching(embedded, tools.lane if options.on_host else None)
     return SpreadEngine(engine=engine, mesh=mesh, pad_token_id=pad_token_id, together=embedded.together)
 

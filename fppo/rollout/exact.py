@@ -15,7 +15,7 @@ from fppo import models
 from fppo.models.heads import Head
 from fppo.models.model import Model
 from fppo.runtime.mesh import Mesh
-from fppo_kernels.table import BUILTIN, EXACT, INSIDE, Kernels
+from fppo_kernels.table import BUILTIN, EXACT, INSIDE, Kernels, exact_here
 
 # Axes on which a token's log-prob keeps its bits, and axes on which sums have another order; "ring" is a context axis
 # whose ranks pass keys on instead of gathering them. A test holds this table.
@@ -86,10 +86,10 @@ def hindrances(model: Model, kernels: Kernels, mesh: Mesh) -> Iterator[str]:
 def _other_kernels(model: Model, kernels: Kernels) -> Iterator[str]:
     """Yield a reason for each built-in kernel that is not exact. The user's own kernels are tested before a run."""
     text = model.text_of(model.skeleton)
-    for op, name in EXACT.items():
-        fn = getattr(kernels, op)
+    for op, name in exact_here().items():
+        fn, of_devices = getattr(kernels, op), {names[op] for names in EXACT.values()}
         known = next((each for each, x in BUILTIN[op].items() if x.is_of(fn)), name)
-        if known != name and (op not in INSIDE or models.has_place(text, op)):
+        if known not in of_devices and (op not in INSIDE or models.has_place(text, op)):
             lacking = BUILTIN[op][name].refuse()
             remedy = f"give model.{op} = {name!r}" if lacking is None else f"{op}/{name} cannot run here: {lacking}"
             yield f"kernel {op}/{known} adds up in an order that depends on other rows ({remedy})"

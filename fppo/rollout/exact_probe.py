@@ -20,7 +20,7 @@ from fppo.rollout.exact import check_exact_engine
 from fppo.runtime.mesh import LOCAL
 from fppo.steps import Forward, MicroBatching, compute_log_probs
 from fppo_kernels.padding import make_lengths
-from fppo_kernels.table import EXACT, Kernels
+from fppo_kernels.table import Kernels, exact_here
 
 ROWS, MANY = 67, 1024  # rows computed together (by products: MANY), and the sizes of parts of them
 _PARTS = (1, 2, 3, 5, 8, 13, 31, 64)
@@ -31,30 +31,43 @@ _REMEDY = "leave rollout.exact out"
 Check = tuple[str, Callable[[], bool]]  # an operation, and a function that tests whether it keeps a row's bits
 
 
-def probe_exact(model: Model, kernels: Kernels) -> None:
-    """Raise ValueError for the first operation with which a row's bits depend on other rows, on this machine and its
-    number of threads. The last test runs a small instance of the model, for operations other than kernels."""
+def probe_exact(model: Model, kernels: Kernels, device: torch.device | None = None) -> None:
+    """Raise ValueError for the first operation with which a row's bits depend on other rows, on a device (None: the
+    CPU, with its number of threads). The last test runs a small instance of the model, for operations other than
+    kernels."""
+    device = device or torch.device("cpu")
     check_exact_engine(model, kernels, LOCAL)
     dtype = model.compute_dtype or torch.float32
     with torch.inference_mode():
-        for operation, holds in operations(model, kernels, dtype):
+        for operation, holds in operations(model, kernels, dtype, device):
             if not holds():
                 op = operation.partition(" ")[0]
                 raise ValueError(
                     f"rollout.exact: {operation} gives a row other bits beside other rows, in "
-                    f"{str(dtype).removeprefix('torch.')} on {torch.get_num_threads()} thread(s) of this machine; "
-                    f"fppo's own is model.{op} = {EXACT.get(op)!r}; give that, another OMP_NUM_THREADS, or {_REMEDY}"
+                    f"{str(dtype).removeprefix('torch.')} on {_place(device)}; fppo's own is model.{op} = "
+                    f"{exact_here().get(op)!r}; give that{_other_threads(device)}, or {_REMEDY}"
                 )
-        if (what := _small_instance(model, kernels)) is not None:
+        if (what := _small_instance(model, kernels, device)) is not None:
             raise ValueError(
                 f"rollout.exact: {what} of model type {model.config.model_type!r}, whose operations beside the kernels "
                 f"depend on the rows that are computed together; {_REMEDY}"
             )
 
 
-def operations(model: Model, kernels: Kernels, dtype: torch.dtype) -> Iterator[Check]:
-    """Yield a `Check` for each operation of the model, on the model's own shapes, in order."""
-    draw = partial(_normal, torch.Generator().manual_seed(0), dtype)
+def _place(device: torch.device) -> str:
+    return f"{torch.get_num_threads()} thread(s) of this machine" if device.type == "cpu" else str(device)
+
+
+def _other_threads(device: torch.device) -> str:
+    return ", another OMP_NUM_THREADS" if device.type == "cpu" else ""
+
+
+def operations(
+    model: Model, kernels: Kernels, dtype: torch.dtype, device: torch.device | None = None
+) -> Iterator[Check]:
+    """Yield a `Check` for each operation of the model, on the model's own shapes and a device (None: the CPU), in
+    order."""
+    draw = partial(_normal, torch.Generator().manual_seed(0), dtype, device)
     config, text = model.config, model.text_of(model.skeleton)
     for out, width in sorted({(shape[0], shape[1]) for shape in model.whole_shapes.values() if len(shape) == 2}):
         weight = partial(draw, min(out, max(1, _WIDEST // width)), width)
@@ -72,8 +85,10 @@ def operations(model: Model, kernels: Kernels, dtype: torch.dtype) -> Iterator[C
     yield "log_probs", partial(_log_probs_hold, kernels.log_probs, draw, config.vocab_size, config.hidden_size)
 
 
-def _normal(generator: torch.Generator, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
-    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+def _normal(
+    generator: torch.Generator, dtype: torch.dtype, device: torch.device | None, *shape: int, scale: float = 1.0
+) -> Tensor:
+    return (torch.randn(shape, generator=generator) * scale).to(device, dtype)
 
 
 def _rows_hold(fn: Callable[..., tuple[Tensor, ...]], *columns: Tensor) -> bool:
@@ -135,9 +150,9 @@ def _attention_holds(
     """Whether attention gives a sequence the same bits alone as beside other sequences."""
     sizes = (3, 40, 1, ROWS)
     packed = [draw(sum(sizes), count, width) for count in (heads, kv_heads, kv_heads)]
-    together = attention(*packed, lengths=make_lengths(sizes), scale=width**-0.5).split(sizes)
+    together = attention(*packed, lengths=make_lengths(sizes, packed[0].device), scale=width**-0.5).split(sizes)
     alone = [
-        attention(*rows, lengths=make_lengths([size]), scale=width**-0.5)
+        attention(*rows, lengths=make_lengths([size], rows[0].device), scale=width**-0.5)
         for size, rows in zip(sizes, zip(*(x.split(sizes) for x in packed), strict=True), strict=True)
     ]
     return all(map(torch.equal, together, alone))
@@ -155,14 +170,14 @@ def _decoding_holds(
     packed `attention`. Heads have `width` numbers, from `draw(*sizes)`."""
     sizes, scale = (3, 40, 1, ROWS), width**-0.5
     query, *pair = (draw(sum(sizes), count, width) for count in (heads, kv_heads, kv_heads))
-    expected = attention(query, *pair, lengths=make_lengths(sizes), scale=scale)
+    expected = attention(query, *pair, lengths=make_lengths(sizes, query.device), scale=scale)
     caches = [x.new_zeros(len(sizes), kv_heads, ROWS + 5, width) for x in pair]
     bias = query.new_zeros(len(sizes), ROWS + 5)
     for row, (size, *parts) in enumerate(zip(sizes, *(x.split(sizes) for x in pair), strict=True)):
         bias[row, : ROWS - size] = -torch.inf
         for cache, part in zip(caches, parts, strict=True):
             cache[row, :, ROWS - size : ROWS] = part.transpose(0, 1)
-    last = torch.tensor(sizes).cumsum(0) - 1
+    last = torch.tensor(sizes, device=query.device).cumsum(0) - 1
     return torch.equal(decoding(query[last], *caches, bias, start=0, end=ROWS, scale=scale), expected[last])
 
 
@@ -170,7 +185,8 @@ def _log_probs_hold(kernel: Callable[..., object], draw: Callable[..., Tensor], 
     """Whether the kernel gives tokens' log-probs the same bits in parts of a batch as in the whole; of a wide head only
     a part is tested."""
     vocabulary = min(vocabulary, max(1, _WIDEST // hidden))
-    weight, labels = draw(vocabulary, hidden, scale=hidden**-0.5), torch.arange(ROWS) * 7 % vocabulary
+    weight = draw(vocabulary, hidden, scale=hidden**-0.5)
+    labels = torch.arange(ROWS, device=weight.device) * 7 % vocabulary
 
     def numbers(states: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         return (kernel(states, weight, labels, temperature=0.7).log_probs,)  # type: ignore[attr-defined]
@@ -178,7 +194,7 @@ def _log_probs_hold(kernel: Callable[..., object], draw: Callable[..., Tensor], 
     return _rows_hold(numbers, draw(ROWS, hidden), labels)
 
 
-def _small_instance(model: Model, kernels: Kernels) -> str | None:
+def _small_instance(model: Model, kernels: Kernels, device: torch.device) -> str | None:
     """Compare rollouts of a small instance of the model with passes over them; describe the difference, or return
     None."""
     probe = make_probe(model)
@@ -194,10 +210,11 @@ def _small_instance(model: Model, kernels: Kernels) -> str | None:
         source=texts,
         extras=texts,
     )
-    rows = engine.generate(probe.params, Ask(prompts, Sampling(max_tokens=_TOKENS), Key(0)))
+    params = {name: x.to(device) for name, x in probe.params.items()}
+    rows = engine.generate(params, Ask(prompts, Sampling(max_tokens=_TOKENS), Key(0)))
     forward = Forward(probe.model, kernels)
     for size in (1, len(_PROMPTS)):
-        passed = compute_log_probs(probe.params, rows, forward=forward, micro_batching=MicroBatching(size=size))
+        passed = compute_log_probs(params, rows, forward=forward, micro_batching=MicroBatching(size=size))
         if not torch.equal(passed.where(rows.response_mask, 0.0), rows.rollout_log_probs):
             return f"passes of {size} row(s) have other bits than the rollout of a small instance"
     return None

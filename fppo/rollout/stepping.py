@@ -118,7 +118,7 @@ def plain_steps(
     next_hidden, kernel = _hidden_of(policy, attention_layers, length), policy.kernels.decode_attention
 
     def of(rows: LiveRows) -> Advance:
-        first, bias = _padding(rows)
+        first, bias = _padding(rows, always=policy.scores is not None)
 
         def advance(tokens: Tensor, column: int) -> Next:
             routes = policy.routes()
@@ -217,11 +217,11 @@ def _hidden_of(
     )
 
 
-def _padding(rows: LiveRows) -> tuple[int, Tensor | None]:
-    """The first column that any row uses, and the attention bias that hides padding; the bias is None if all rows have
-    equal padding."""
+def _padding(rows: LiveRows, *, always: bool) -> tuple[int, Tensor | None]:
+    """The first column that any row uses, and the attention bias that hides padding. If all rows have equal padding the
+    bias is None, unless `always`: by it, exact attention knows where a row begins whose window begins later."""
     first, last = rows.bounds or (int(x) for x in rows.pads.aminmax())
-    if first == last:
+    if first == last and not always:
         return first, None
     hidden = torch.arange(rows.columns, device=rows.pads.device) < rows.pads
     return first, caches.bias_of(hidden, rows.cache)

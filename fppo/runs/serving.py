@@ -69,7 +69,7 @@ def served_policy(settings: TrainSettings, *, begins: bool) -> ServedPolicy:
         draft_tokens=rollout.draft_tokens,
     )
     if settings.rollout.exact:
-        probe_exact(model, kernels)
+        probe_exact(model, kernels, device)
     texts = texts_of(
         tokenizer,
         vocabulary=vocabulary_size(inputs.config),

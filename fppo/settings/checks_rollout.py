@@ -179,12 +179,14 @@ def _uninterrupted(s: TrainSettings) -> list[str]:
 def exact_hindrances(s: TrainSettings) -> Iterator[str]:
     """Yield the settings with which the engine's log-probs would not be training's own, bit for bit, and why."""
     rollout, model, algorithm = s.rollout, s.model, s.algorithm
-    kernels = [(op, name, own) for op, name in EXACT.items() if (own := getattr(model, op))]
+    device = s.device.partition(":")[0]
+    tables = [EXACT[device]] if device in EXACT else EXACT.values()
+    kernels = [(op, {names[op]: None for names in tables}, getattr(model, op)) for op in EXACT["cpu"]]
     known = (
         ("rollout.engine", rollout.engine != "embedded", "is a copy of the policy with other kernels"),
         ("rollout.ahead", rollout.ahead > 0, "trains on what an earlier policy sampled"),
         ("rollout.from", rollout.from_ is not None, "trains on what an earlier policy sampled"),
-        ("device", s.device not in ("auto", "cpu"), "has no exact kernels yet"),
+        ("device", device not in ("auto", *EXACT), "has no exact kernels"),
         ("model.compute_dtype", model.compute_dtype == "float16", "has no exact kernels"),
         ("model.remove_padding", not model.remove_padding, "runs padded rows, for which nothing is promised"),
         ("model.compile_layers", model.compile_layers, "makes programs for each number of rows"),
@@ -202,10 +204,10 @@ def exact_hindrances(s: TrainSettings) -> Iterator[str]:
         *(
             (
                 f"model.{op}",
-                own in BUILTIN[op] and own not in (name, "auto", DEFAULTS[op]),
-                f"is not exact, as {name} is",
+                own in BUILTIN[op] and own not in (*names, "auto", DEFAULTS[op]),
+                f"is not exact, as {' or '.join(names)} is",
             )
-            for op, name, own in kernels
+            for op, names, own in kernels
         ),
     )
     named = {"model.lora": "an adapter", "placement": "other processes"}

@@ -114,13 +114,13 @@ class ModelSettings:
     cpp: Literal["auto"] | bool = setting("auto")
     """On a CPU, have kernels in C++ for what says auto, compiled once, in seconds; auto: where the run is long."""
     attention: str = setting("auto", nonempty("give the name of an attention kernel, as sdpa, or auto"))
-    """The kernel for attention over packed rows: auto, sdpa, eager, cpp, flash, varlen, flex; or module:function."""
+    """The kernel for packed attention: auto, sdpa, eager, cpp, flash, varlen, flex, fixed; or module:function."""
     decode_attention: str = setting("auto", nonempty("give the name of a kernel for attention in decoding, or auto"))
-    """The embedded engine's kernel for attention of one token: auto, sdpa, eager, cpp (CPUs); or module:function."""
+    """The embedded engine's kernel for attention: auto, sdpa, eager, cpp (CPUs), fixed (GPUs); or module:function."""
     log_probs: str = setting("auto", nonempty("give the name of a log-prob kernel, as chunked, or auto"))
-    """The kernel for log-probs, entropy: auto, chunked, cpp, reference, compiled, liger, triton; or module:function."""
+    """The kernel for log-probs: auto, chunked, cpp, reference, compiled, liger, triton, fixed; or module:function."""
     linear: str = setting("auto", nonempty("give the name of a kernel for linear layers, as torch, or auto"))
-    """The kernel for linear layers: auto, torch, onednn (CPUs), float8 (8-bit products, GPUs); or module:function."""
+    """The kernel for linear layers: auto, torch, onednn (CPUs), float8, fixed (GPUs); or module:function."""
     rms_norm: str = setting("auto", nonempty("give the name of a kernel for RMSNorm, as eager, or auto"))
     """The kernel for RMSNorm: auto, eager (the model's own code), torch, cpp, liger, triton; or module:function."""
     add_rms_norm: str = setting("auto", nonempty("give the name of a kernel for RMSNorm of a sum, as eager, or auto"))

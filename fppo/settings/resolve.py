@@ -2,11 +2,12 @@
 
 On a CPU passes are in float32, and vLLM captures no graphs. Kernels are in C++ for a run that is long enough, or with
 `model.cpp`, where the model has places for them; else they are `sdpa`, `chunked` and the model's own layers. Linear
-layers multiply by oneDNN where that is faster. With `rollout.exact` they always do, and the kernels are in C++.
+layers multiply by oneDNN where that is faster.
 On a GPU of CUDA passes are in bfloat16 (parameters and moments stay float32), with `varlen` attention, `triton` for
 log-probs and inside the layers, graphs of passes of few tokens, and a vLLM that captures graphs. Kernels that do not
 run there give way to those that run everywhere; for attention and log-probs a line says why. On other accelerators
-passes are in bfloat16, too, with the kernels that run everywhere. Old log-probs get their source here.
+passes are in bfloat16, too, with the kernels that run everywhere. With `rollout.exact` all devices take the kernels of
+`fppo_kernels.table.EXACT`. Old log-probs get their source here.
 """
 
 from __future__ import annotations
@@ -94,15 +95,27 @@ def layer_kernel(op: str, machine: Machine, dtypes: set[str], *, compiled: bool,
     return "eager" if plain or f"{op}/{fast}" in machine.refusals else fast
 
 
+def with_exact(model: ModelSettings, machine: Machine) -> tuple[ModelSettings, list[str]]:
+    """Replace "auto", and torch's linear layers, by the exact kernels of the machine's device, where they run. The
+    lines say where they do not."""
+    chosen, lines = dict[str, str](), list[str]()
+    for op, name in EXACT.get(machine.device, {}).items():
+        reason = machine.refusals.get(f"{op}/{name}")
+        if getattr(model, op) == AUTO or (op == "linear" and model.linear == DEFAULTS[op]):
+            chosen[op] = name if reason is None else DEFAULTS[op]
+            lines += [f"model.{op} {DEFAULTS[op]}: {name} {reason}"] if reason is not None and op in _PLAIN else []
+    return attrs.evolve(model, **chosen), lines
+
+
 def linear_kernel(settings: TrainSettings, machine: Machine, dtypes: set[str]) -> str:
-    """Choose the kernel for linear layers: oneDNN's if `rollout.exact` requires it or it is faster, else torch's.
+    """Choose the kernel for linear layers: oneDNN's if it is faster, else torch's.
 
     Compiled layers keep torch's kernel, since the compiler cannot see into oneDNN's; so do adapters, which add to the
     result in place.
     """
     model = settings.model
     faster = machine.onednn and dtypes == {"float32"} and not model.compile_layers and not model.lora.used
-    return EXACT["linear"] if settings.rollout.exact or faster else DEFAULTS["linear"]
+    return "onednn" if faster else DEFAULTS["linear"]
 
 
 def resolved(settings: TrainSettings, machine: Machine) -> tuple[TrainSettings, list[str]]:
@@ -117,13 +130,16 @@ def resolved(settings: TrainSettings, machine: Machine) -> tuple[TrainSettings, 
     critic = (settings.critic.compute_dtype or model.compute_dtype) if settings.algorithm.uses_critic else None
     dtypes = {model.compute_dtype, *([critic] if critic else [])}
     cpp, said = takes_cpp(model, machine, dtypes)
-    model, lines, cpp = attrs.evolve(model, cpp=cpp), [*lines, *said], cpp or settings.rollout.exact
+    model, lines = attrs.evolve(model, cpp=cpp), [*lines, *said]
+    if settings.rollout.exact:
+        model, said = with_exact(model, machine)
+        lines = [*lines, *said]
     for op in _PLAIN:
         if getattr(model, op) == AUTO:
             read = op != "decode_attention" or settings.decodes
             name, said = kernel(op, machine, dtypes, cpp=cpp and read)
             model, lines = attrs.evolve(model, **{op: name}), [*lines, *said]
-    if model.linear == AUTO or (settings.rollout.exact and model.linear == DEFAULTS["linear"]):
+    if model.linear == AUTO:
         model = attrs.evolve(model, linear=linear_kernel(settings, machine, dtypes))
     inside = {op: layer_kernel(op, machine, dtypes, compiled=model.compile_layers, cpp=cpp) for op in LAYERS}
     model = attrs.evolve(model, **{op: name for op, name in inside.items() if getattr(model, op) == AUTO})

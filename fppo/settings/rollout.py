@@ -151,7 +151,7 @@ class RolloutSettings:
     vllm: VllmSettings = setting(VllmSettings)
     """How vLLM runs."""
     exact: bool = setting(False)
-    """Sample with the log-probs that training computes, bit for bit, and take them for the old ones (CPUs)."""
+    """Sample with the log-probs that training computes, bit for bit, and take them for the old ones."""
     draft_tokens: int = setting(0, at_least(0), at_most(64))
     """The most tokens that are drafted from a row's own text and those of its prompt's other rows, and checked in one
     pass: faster where texts repeat themselves, with the same tokens. 0: none."""

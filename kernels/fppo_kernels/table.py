@@ -147,6 +147,7 @@ BUILTIN: Table = MappingProxyType(
             "sdpa": Implementation("fppo_kernels.attention.sdpa:sdpa"),
             "eager": Implementation("fppo_kernels.attention.eager:eager"),
             "cpp": Implementation("fppo_kernels.attention.cpp:cpp", _needs_cpp, lacks=NO_HALF),
+            "fixed": Implementation("fppo_kernels.attention.fixed:fixed", _needs_triton, lacks=NO_HALF),
             "flash": Implementation(
                 "fppo_kernels.attention.flash:flash",
                 _needs_flash,
@@ -167,6 +168,7 @@ BUILTIN: Table = MappingProxyType(
             "sdpa": Implementation("fppo_kernels.decode_attention.sdpa:sdpa"),
             "eager": Implementation("fppo_kernels.decode_attention.eager:eager"),
             "cpp": Implementation("fppo_kernels.decode_attention.cpp:cpp", _needs_cpp, lacks=NO_HALF),
+            "fixed": Implementation("fppo_kernels.decode_attention.fixed:fixed", _needs_triton, lacks=NO_HALF),
         },
         "log_probs": {
             "reference": Implementation("fppo_kernels.log_probs.reference:reference"),
@@ -182,10 +184,12 @@ BUILTIN: Table = MappingProxyType(
                 opaque=True,
             ),
             "triton": Implementation("fppo_kernels.log_probs.triton:triton", _needs_triton, lacks=NO_HALF),
+            "fixed": Implementation("fppo_kernels.log_probs.fixed:fixed", _needs_triton, lacks=NO_HALF | NO_DOUBLE),
         },
         "linear": {
             "torch": Implementation("fppo_kernels.linear.plain:plain"),
             "onednn": Implementation("fppo_kernels.linear.onednn:onednn", _needs_onednn),
+            "fixed": Implementation("fppo_kernels.linear.fixed:fixed", _needs_triton, lacks=NO_HALF),
             "float8": Implementation(
                 "fppo_kernels.linear.float8:float8",
                 _needs_float8,
@@ -350,18 +354,41 @@ class Kernels:
 DEFAULTS: Mapping[str, str] = MappingProxyType(
     {field.name: field.metadata["default"] for field in attrs.fields(Kernels)}
 )
-# kernels with which the bits of a row do not depend on other rows, and decode attention has the bits of packed
-# attention; the own code of a model that does not call one of them must have this property
-EXACT: Mapping[str, str] = MappingProxyType(
+# by device, kernels with which the bits of a row do not depend on other rows, and decode attention has the bits of
+# packed attention; the own code of a model that does not call one of them must have this property
+EXACT: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "attention": "cpp",
-        "decode_attention": "cpp",
-        "log_probs": "cpp",
-        "linear": "onednn",
-        "rms_norm": "cpp",
-        "add_rms_norm": "cpp",
-        "rotary": "cpp",
-        "glu": "cpp",
+        "cpu": MappingProxyType(
+            {
+                "attention": "cpp",
+                "decode_attention": "cpp",
+                "log_probs": "cpp",
+                "linear": "onednn",
+                "rms_norm": "cpp",
+                "add_rms_norm": "cpp",
+                "rotary": "cpp",
+                "glu": "cpp",
+            }
+        ),
+        "cuda": MappingProxyType(
+            {
+                "attention": "fixed",
+                "decode_attention": "fixed",
+                "log_probs": "fixed",
+                "linear": "fixed",
+                "rms_norm": "triton",
+                "add_rms_norm": "triton",
+                "rotary": "triton",
+                "glu": "triton",
+            }
+        ),
     }
 )
+
+
+def exact_here() -> Mapping[str, str]:
+    """The exact kernels by operation for this machine: those of `EXACT` for a GPU if it has one."""
+    return EXACT["cuda" if _has_cuda() else "cpu"]
+
+
 INSIDE = tuple(field.name for field in attrs.fields(Kernels) if field.metadata["inside"])  # inside layers

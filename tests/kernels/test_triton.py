@@ -23,6 +23,13 @@ CHECKS = (
 )
 
 
+FIXED_CHECKS = (
+    *("laws_of_linear", "laws_of_attention", "laws_of_decode_attention", "laws_of_log_probs"),
+    *("rows_of_products", "rows_of_log_probs", "rows_of_layers", "attention_of_any_part", "attention_of_one_token"),
+    *("placed_anywhere", "refusals", "probe"),
+)
+
+
 def run(module, *names, interpret):
     """A process of its own: torch and other tests import triton, which looks at the variable when it is imported."""
     environment = {**os.environ, "TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
@@ -40,10 +47,17 @@ def test_under_the_interpreter():
 
 @pytest.mark.slow
 @needs_triton
+def test_kernels_with_fixed_tiles_under_the_interpreter():
+    assert run("interpreted_fixed", *FIXED_CHECKS, interpret="1").count("held") == len(FIXED_CHECKS)
+
+
+@pytest.mark.slow
+@needs_triton
 def test_compiles_for_hopper():
     found = run("compiled_for_hopper", interpret="0")
     assert found.count("wgmma") == 4, found
     assert found.count(": compiled") == 11, found
+    assert found.count(": translated") == 10, found
 
 
 @needs_triton
@@ -71,8 +85,9 @@ def test_refuses_where_it_cannot_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if INSTALLED:
-        with pytest.raises(ValueError, match=r"log_probs/triton cannot run here: needs CUDA, or TRITON_INTERPRET=1"):
-            Kernels.named(log_probs="triton")
+        for name in ("triton", "fixed"):
+            with pytest.raises(ValueError, match=rf"log_probs/{name} cannot run here: needs CUDA, or TRITON_INTERPRET"):
+                Kernels.named(log_probs=name)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
     assert table.available("log_probs")["triton"] == "triton is not installed: pip install 'fppo[triton]'"

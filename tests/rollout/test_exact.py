@@ -31,7 +31,9 @@ FEW = {"sizes": ((1, 1), (2, 2), (3, 9)), "seeds": 2}
 
 def kernels_for(model, **changes):
     """The exact ones, where the model has a place for them."""
-    names = {op: name for op, name in EXACT.items() if op not in exact.INSIDE or models.has_place(model.skeleton, op)}
+    names = {
+        op: name for op, name in EXACT["cpu"].items() if op not in exact.INSIDE or models.has_place(model.skeleton, op)
+    }
     return attrs.evolve(Kernels.named(**names), **changes)
 
 
@@ -69,6 +71,22 @@ def test_an_exact_engine_packs_no_weights(monkeypatch):
     assert packs == [{"packs": False}]
     attrs.evolve(engine, exact=False).generate(params, ask)
     assert len(packs) > 2
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_exact_attention_learns_where_rows_begin(exact):
+    """Rows of equal padding have a bias as well: a kernel whose blocks begin at a row's first key has to know it."""
+    engine, params = engine_of("qwen3")
+    biases, kernel = [], engine.kernels.decode_attention
+
+    def attend(*args, **how):
+        biases.append(args[3])
+        return kernel(*args, **how)
+
+    engine = attrs.evolve(engine, exact=exact, kernels=attrs.evolve(engine.kernels, decode_attention=attend))
+    engine.generate(params, Ask(make_prompts((4, 4)), Sampling(max_tokens=3, stop_token_ids=()), Key(0)))
+    assert biases
+    assert all((bias is not None) == exact for bias in biases)
 
 
 @pytest.mark.slow
@@ -219,6 +237,6 @@ def test_each_thing_that_keeps_an_engine_from_being_exact_is_said(changes, mesh,
     model, ring = make("qwen2")[0], mesh.get("ring", False)
     monkeypatch.setattr(type(model), "text_of", lambda model, skeleton: skeleton)
     axes = {name: Axis(size) for name, size in mesh.items() if name != "ring"}
-    kernels = Kernels.named(**EXACT)
+    kernels = Kernels.named(**EXACT["cpu"])
     found = [*exact.hindrances(attrs.evolve(model, **changes), kernels, Mesh(axes, ring=ring))]
     assert [text.startswith(start) for text, start in zip(found, why, strict=True)] == [True] * len(why)

@@ -194,11 +194,25 @@ def test_linear_layers_take_onednns_product_where_it_is_faster(changes, expected
 
 def test_exact_rollouts_take_the_kernels_that_are_exact_and_the_engines_log_probs():
     given = files.replace(TrainSettings(), {"rollout.exact": True, "model.rms_norm": "torch"})
-    settings, lines = resolve.resolved(given, CPU)
-    found = {op: getattr(settings.model, op) for op in EXACT}
-    assert found == {**EXACT, "rms_norm": "torch"}
-    assert not lines
-    assert resolve.old_log_probs_source(settings) == "engine"
+    for machine in (CPU, H100):
+        for dtype in ("auto", "float32"):
+            settings, lines = resolve.resolved(files.replace(given, {"model.compute_dtype": dtype}), machine)
+            expected = EXACT[machine.device]
+            assert {op: getattr(settings.model, op) for op in expected} == {**expected, "rms_norm": "torch"}
+            assert not lines
+            assert resolve.old_log_probs_source(settings) == "engine"
+            asked = attrs.evolve(settings, device=machine.device)
+            assert [x for x in checks.problems(asked) if x.path == "rollout.exact" and "rms_norm" not in str(x)] == []
+
+
+def test_exact_rollouts_say_which_kernels_do_not_run():
+    given = files.replace(TrainSettings(), {"rollout.exact": True})
+    machine = attrs.evolve(H100, refusals={f"{op}/fixed": "needs Triton" for op in ("attention", "log_probs")})
+    machine = attrs.evolve(machine, refusals={**machine.refusals, "glu/triton": "has no place in some model"})
+    settings, lines = resolve.resolved(given, machine)
+    assert (settings.model.attention, settings.model.log_probs, settings.model.glu) == ("sdpa", "chunked", "eager")
+    assert settings.model.decode_attention == settings.model.linear == "fixed"
+    assert lines == ["model.attention sdpa: fixed needs Triton", "model.log_probs chunked: fixed needs Triton"]
 
 
 @pytest.mark.parametrize(
@@ -206,13 +220,15 @@ def test_exact_rollouts_take_the_kernels_that_are_exact_and_the_engines_log_prob
     [
         ({"rollout.engine": "vllm"}, "rollout.engine = 'vllm' is a copy of the policy"),
         ({"rollout.ahead": 1}, "rollout.ahead = 1 trains on what an earlier policy sampled"),
-        ({"device": "cuda"}, "device = 'cuda' has no exact kernels yet"),
+        ({"device": "mps"}, "device = 'mps' has no exact kernels"),
+        ({"device": "cuda:0", "model.attention": "cpp"}, "model.attention = 'cpp' is not exact, as fixed is"),
+        ({"device": "cpu", "model.linear": "fixed"}, "model.linear = 'fixed' is not exact, as onednn is"),
         ({"model.compute_dtype": "float16"}, "model.compute_dtype = 'float16'"),
         ({"model.remove_padding": False}, "model.remove_padding = False"),
         ({"model.compile_layers": True}, "model.compile_layers = True"),
         ({"model.lora.rank": 4}, "model.lora = 'an adapter' is merged to decode"),
-        ({"model.attention": "eager"}, "model.attention = 'eager' is not exact, as cpp is"),
-        ({"model.linear": "float8"}, "model.linear = 'float8' is not exact, as onednn is"),
+        ({"model.attention": "eager"}, "model.attention = 'eager' is not exact, as cpp or fixed is"),
+        ({"model.linear": "float8"}, "model.linear = 'float8' is not exact, as onednn or fixed is"),
         ({"mesh.tensor": 2}, "mesh.tensor = 2 adds up in parts"),
         ({"mesh.context": 2, "mesh.ring": True}, "mesh.ring = True merges attention from parts"),
         ({"algorithm.correction.name": "rollout"}, "algorithm.correction = 'rollout' has nothing to weigh"),

@@ -1,5 +1,6 @@
 # pyright: basic, reportMissingTypeStubs=false
-"""The two Triton programs of `log_probs/triton`: moments of the distributions, and the gradient by the logits.
+"""The Triton programs of `log_probs/triton`: moments of the distributions, the gradient by the logits, and moments of
+the whole vocabulary, merged in the order of its splits.
 
 Each instance makes tiles of hidden @ weight.T, [BM, BN], in registers, BK hidden dimensions at a time, and works on
 them there. With TMA, `hidden` and `weight` are tensor descriptors, which read zeros beyond the edges; else pointers.
@@ -11,17 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fppo_kernels._triton_kernels import tanh
+
 LOWEST = tl.constexpr(-1e18)  # the logit of absent entries; finite, as is its square, because 0 * inf is not a number
-
-
-@triton.jit
-def _tanh(x):
-    """Compute tanh to within a few units in the last place, also near 0."""
-    square = x * x
-    near = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315 - square * (62 / 2835)))))
-    shrunk = tl.exp(-2 * tl.abs(x))
-    far = (1 - shrunk) / (1 + shrunk)
-    return tl.where(square < 0.0625, near, tl.where(x < 0, -far, far))
 
 
 @triton.jit
@@ -72,7 +65,7 @@ def _finish(raw, bias, columns, vocab, inner, outer, BIAS: tl.constexpr, SOFTCAP
     if BIAS:
         raw += tl.maximum(tl.load(bias + columns, columns < vocab, other=0.0).to(tl.float32), LOWEST)[None, :]
     if SOFTCAP:
-        raw = _tanh(raw * inner)
+        raw = tanh(raw * inner)
     else:
         outer *= inner
     return tl.where((columns < vocab)[None, :], raw * outer[:, None], LOWEST)
@@ -183,3 +176,38 @@ def log_probs_backward(
         grad += tl.where(columns[None, :] == label[:, None], at_label[:, None], 0.0)
     target = slab + rows.to(tl.int64)[:, None] * stride + (columns - start)[None, :]
     tl.store(target, grad.to(slab.dtype.element_ty), real[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens", "splits"])
+def merge_in_order(
+    moments, merged, tokens, splits, ENTROPY: tl.constexpr, SQUARED: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """Merge the moments [4, splits, N] of BM tokens over the whole vocabulary, from the first split to the last."""
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    real = rows < tokens
+    plane, place = splits * tokens, moments + rows
+    maximum = tl.full((BM,), LOWEST, tl.float32)
+    for split in range(splits):
+        maximum = tl.maximum(maximum, tl.load(place + split * tokens, real, other=0.0))
+    total = tl.zeros((BM,), tl.float32)
+    for split in range(splits):
+        at = place + split * tokens
+        total += tl.exp(tl.load(at, real, other=0.0) - maximum + tl.load(at + plane, real, other=0.0))
+    log_sum = tl.log(total)
+    tl.store(merged + rows, maximum, real)
+    tl.store(merged + tokens + rows, log_sum, real)
+    entropy, squared = tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32)
+    if ENTROPY or SQUARED:
+        for split in range(splits):
+            at = place + split * tokens
+            log_share = tl.load(at, real, other=0.0) - maximum + tl.load(at + plane, real, other=0.0) - log_sum
+            share = tl.exp(log_share)  # a split without any probability may have no moments
+            if ENTROPY:
+                own = tl.load(at + 2 * plane, real, other=0.0) - log_share
+                entropy += tl.where(share == 0, 0.0, share * own)
+            if SQUARED:
+                squared += tl.where(share == 0, 0.0, share * share * tl.load(at + 3 * plane, real, other=0.0))
+        if ENTROPY:
+            tl.store(merged + 2 * tokens + rows, entropy, real)
+        if SQUARED:
+            tl.store(merged + 3 * tokens + rows, squared, real)

@@ -8,19 +8,18 @@ from typing import Any, NamedTuple
 import torch
 import triton as _triton
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fppo_kernels._fixed import INTERPRETED, aligned
 from fppo_kernels.collectives import Axis, all_reduce
 from fppo_kernels.log_probs import _moments
 from fppo_kernels.log_probs._moments import Moments
-from fppo_kernels.log_probs._triton_kernels import log_probs_backward, log_probs_forward
+from fppo_kernels.log_probs._triton_kernels import log_probs_backward, log_probs_forward, merge_in_order
 from fppo_kernels.log_probs.reference import PIECE, LogProbs, every_output, per_token
 from fppo_kernels.shapes import Float, Int
 from fppo_kernels.transforms import TwoPass, run
 
 DTYPES = (torch.float32, torch.bfloat16)
-INTERPRETED = isinstance(log_probs_forward, InterpretedFunction)
 
 
 class Tiling(NamedTuple):
@@ -38,6 +37,7 @@ class Tiling(NamedTuple):
     slab: int = 512 << 20  # bytes of logit gradients at most
     rows: int = 32768  # tokens of a slab at most; beyond that the weight's gradient is summed in float32
     columns: int = 16384  # columns of a slab at most
+    fixed: bool = False  # whether splits and their merging depend on the vocabulary alone, not on the tokens
 
 
 class _Rule(NamedTuple):
@@ -117,16 +117,29 @@ def _forward(inputs: _Inputs) -> tuple[Tensor, Moments]:
     tokens, vocab = len(inputs.hidden), len(inputs.weight)
     own = torch.zeros_like(inputs.temperature)
     blocks, columns = _triton.cdiv(tokens, tiling.tokens), _triton.cdiv(vocab, tiling.vocab)
-    tiles = max(1, min(tiling.tiles, blocks * columns // tiling.instances))
+    busy = tiling.tiles if tiling.fixed else blocks * columns // tiling.instances
+    tiles = max(1, min(tiling.tiles, busy))
     splits = _triton.cdiv(columns, tiles)
     moments = own.new_empty(4 if rule.sum_squared else 3 if rule.entropy else 2, splits, tokens)
     if tokens:
         arguments = inputs.arguments(slice(None), rule.entropy, rule.sum_squared)
         with torch.cuda.device_of(own):
             log_probs_forward[(blocks * splits,)](own=own, moments=moments, splits=splits, tiles=tiles, **arguments)
+    if tiling.fixed:
+        moments, splits = _merged(moments, tiling.tokens, entropy=rule.entropy, squared=rule.sum_squared), 1
     nothing = own.new_zeros(()).expand(splits, tokens)
     entropy = moments[2] if rule.entropy else nothing
     return own, Moments(moments[0], moments[1], entropy, moments[3] if rule.sum_squared else nothing)
+
+
+def _merged(moments: Tensor, block: int, *, entropy: bool, squared: bool) -> Tensor:
+    """Merge the moments [k, splits, N] of all splits in their order, as those of one; `block` tokens an instance."""
+    merged, (_, splits, tokens) = torch.empty_like(moments[:, :1]), moments.shape
+    if tokens:
+        with torch.cuda.device_of(moments):
+            grid, asked = (_triton.cdiv(tokens, block),), {"ENTROPY": entropy, "SQUARED": squared, "BM": block}
+            merge_in_order[grid](moments, merged, tokens, splits, **asked)
+    return merged
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -193,7 +206,7 @@ def _outputs(
 
 
 def _whole(rule: _Rule, *tensors: Tensor | None) -> _Inputs:
-    return _Inputs(rule, *(x if x is None else x.contiguous() for x in tensors))  # pyright: ignore[reportArgumentType]
+    return _Inputs(rule, *(x if x is None else aligned(x) for x in tensors))  # pyright: ignore[reportArgumentType]
 
 
 def _gradients(

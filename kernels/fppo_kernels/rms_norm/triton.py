@@ -9,6 +9,7 @@ import torch
 import triton as _triton
 from torch import Tensor
 
+from fppo_kernels._fixed import aligned
 from fppo_kernels.rms_norm._triton_kernels import rms_norm_backward, rms_norm_forward
 from fppo_kernels.rms_norm.eager import NormNumbers, norm_of
 from fppo_kernels.shapes import Float
@@ -31,12 +32,12 @@ def _forward(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor]]:
     """The norm of each row, with a residual also the sum x + residual; and each row's factor, 1 / sqrt(mean(x^2) +
     eps)."""
-    x, weight, (rows, width) = x.contiguous(), weight.contiguous(), x.shape
+    x, weight, (rows, width) = aligned(x), aligned(weight), x.shape
     out, scales = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
     total = x if residual is None else torch.empty_like(x)
     if rows:
         with torch.cuda.device_of(x):
-            tensors = x, x if residual is None else residual.contiguous(), weight, out, total, scales
+            tensors = x, x if residual is None else aligned(residual), weight, out, total, scales
             settings = _cut(width, ADD=residual is not None)
             rms_norm_forward[(rows,)](*tensors, rows, width, *options, **settings)
     return (out,) if residual is None else (out, total), (scales,)
