@@ -187,7 +187,14 @@ def offloaded_adamw(kernel: Callable[..., None], lane: Lane, *, bucket_bytes: in
             arriving = lane.fetch(moments[number + 1]) if number + 1 < len(buckets) else None
             raised = [counts[piece.number].clone() for piece in bucket]
             count = len(bucket)
-            kernel(pieces_of(params, bucket), pieces_of(grads, bucket), list(here[:count]), list(here[count:]), raised, **scalars)
+            kernel(
+                pieces_of(params, bucket),
+                pieces_of(grads, bucket),
+                list(here[:count]),
+                list(here[count:]),
+                raised,
+                **scalars,
+            )
             leaving.append(lane.store(here, moments[number]))
             after |= {piece.number: step for piece, step in zip(bucket, raised, strict=True)}
         if steps:

@@ -20,7 +20,7 @@ from fppo import tree
 from fppo.metrics import Metrics
 from fppo.models.model import Params
 from fppo.runtime.mesh import AXES, Mesh, ranks_on
-from fppo.runtime.offload import Finish, Lane, Update, buckets_of, copied, pieces_of, to_host
+from fppo.runtime.offload import Finish, Lane, Update, buckets_of, copied, pieces_of
 from fppo.steps.optimizers import Landing, Optimizer
 from fppo.steps.outputs import Forward
 from fppo.steps.sharded import wire_dtypes
@@ -73,12 +73,11 @@ def on_host(make: Make, lane: Lane, *, fixed: Collection[str] = (), bucket_bytes
 
     `make(wrap)` makes the optimizer that updates the masters on the host; `wrap` wraps an elementwise AdamW kernel, so
     that each bucket returns to the device while the next is computed. What another optimizer updates returns at its
-    end. Masters in `fixed` do not change. `init(params)` is the state of that optimizer, on the host.
+    end. Masters in `fixed` do not change. `init(params)` is the state of that optimizer for weights on the host.
     """
     plain = make(lambda kernel: kernel)
     scale = plain.loss_scale
     return plain._replace(
-        init=lambda params: plain.init(to_host(params)),
         update=partial(_update, make=make, lane=lane, fixed=fixed, bucket_bytes=bucket_bytes),
         loss_scale=None if scale is None else lambda own: scale(own.inner),
         landing=lambda own: Landing(lane, {name: x.dtype for name, x in own.params.items()}),
@@ -154,9 +153,9 @@ def leaves_early(mesh: Mesh) -> bool:
 
 def _landed(grads: Params, lane: Lane) -> Params:
     """Copy gradients to the host, but those that are there; they may be read once the lane has settled."""
-    away = {name: x for name, x in grads.items() if x.device.type != "cpu"}
-    there = {name: lane.host_like(x) for name, x in away.items()}
-    lane.store(list(away.values()), list(there.values()))
+    there = {name: lane.host_like(x) for name, x in grads.items() if x.device.type != "cpu"}
+    if there:
+        lane.store([grads[name] for name in there], list(there.values()))
     return {name: there.get(name, x) for name, x in grads.items()}
 
 
