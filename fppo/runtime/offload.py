@@ -39,9 +39,9 @@ class Lane:
         self._under_way: dict[int, tuple[Any, Sequence[Tensor]]] = {}  # an event, and the tensors of its copy
         self._numbers = itertools.count()
 
-    def host_like(self, x: Tensor) -> Tensor:
-        """Allocate host memory for a copy of `x`."""
-        return _host_like(x)
+    def host_like(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate host memory for a copy of `x`, in its dtype or another."""
+        return _host_like(x, dtype)
 
     @torch.no_grad()
     def fetch(self, tensors: Sequence[Tensor]) -> Finish:
@@ -242,9 +242,9 @@ def buckets_of(columns: Sequence[Sequence[Tensor]], size: int) -> list[list[Piec
     return buckets
 
 
-def _host_like(x: Tensor) -> Tensor:
+def _host_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     pinned = devices.kind_of(x.device).streams or x.is_pinned()
-    return torch.empty_like(x, device="cpu", requires_grad=False, pin_memory=pinned)
+    return torch.empty_like(x, device="cpu", dtype=dtype, requires_grad=False, pin_memory=pinned)
 
 
 @attrs.frozen

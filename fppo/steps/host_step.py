@@ -204,12 +204,9 @@ class _Returning:
             finish()
 
     def _send(self, weights: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        cast = [x if x.dtype == y.dtype else _as(x, y.dtype) for x, y in zip(weights, targets, strict=True)]
+        pairs = zip(weights, targets, strict=True)
+        cast = [x if x.dtype == y.dtype else self._lane.host_like(x, y.dtype).copy_(x) for x, y in pairs]
         self._begun.append(self._lane.send(cast, targets))
-
-
-def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype, pin_memory=x.is_pinned()).copy_(x)
 
 
 def _place(x: Tensor) -> tuple[int, int, torch.Size]:

@@ -175,7 +175,8 @@ def test_activations_put_away_are_those_of_the_passes_in_flight():
     assert host.away_bytes(chunks, stages) == chunks.in_flight * 8 / 2
 
 
-LEVELS = ["none", "moments", "all"]
+LEVELS = ("none", "moments", "all", "optimizer_step")
+AWAY = ("all", "optimizer_step")  # with parameters
 
 
 @pytest.mark.slow
