@@ -57,11 +57,8 @@ class HostStep:
         state = tree.donate(state) if donate else copied(state)
         home: Params = state.params
         kinds = {} if self.forward.mesh.sharded else wire_dtypes(self.forward.model, home)
-        there = {
-            name: torch.empty_like(x, device=self.lane.device, dtype=kinds.get(name), pin_memory=False)
-            for name, x in home.items()
-        }
-        _Returning(there, self.lane).rest(home)
+        begun = {name: self.lane.fetch([_cast(x, kinds.get(name, x.dtype), self.lane)]) for name, x in home.items()}
+        there = {name: finish()[0] for name, finish in begun.items()}
         masters = Masters(params=home, inner=state.opt)
         after, report = self.stage(tree.replace(state, params=there, opt=masters), *args, donate=True, **keywords)
         self.lane.settle()
@@ -204,9 +201,12 @@ class _Returning:
             finish()
 
     def _send(self, weights: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        pairs = zip(weights, targets, strict=True)
-        cast = [x if x.dtype == y.dtype else self._lane.host_like(x, y.dtype).copy_(x) for x, y in pairs]
+        cast = [_cast(x, y.dtype, self._lane) for x, y in zip(weights, targets, strict=True)]
         self._begun.append(self._lane.send(cast, targets))
+
+
+def _cast(x: Tensor, dtype: torch.dtype, lane: Lane) -> Tensor:
+    return x if x.dtype == dtype else lane.host_like(x, dtype).copy_(x)
 
 
 def _place(x: Tensor) -> tuple[int, int, torch.Size]:
