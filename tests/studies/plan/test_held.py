@@ -188,11 +188,11 @@ def test_each_role_says_what_of_its_state_is_on_the_host(level, of_critic, of_re
     found = state_of(attrs.evolve(case(layers=1, offload=level), roles=roles), Built())
     critic, reference = of_critic or level, of_reference or level
     assert {name: away for name, (away, _) in found.items()} == {
-        "actor's parameters": level == "all",
+        "actor's parameters": level in AWAY,
         "actor's optimizer": level != "none",
-        "critic's parameters": critic == "all",
+        "critic's parameters": critic in AWAY,
         "critic's optimizer": critic != "none",
-        "reference's parameters": reference == "all",
+        "reference's parameters": reference in AWAY,
     }
     actor, moments = (found[f"actor's {x}"][1] for x in ("parameters", "optimizer"))
     assert sum(moments) == 2 * sum(actor) == 2 * sum(found["reference's parameters"][1])
