@@ -58,7 +58,7 @@ def pass_problems(s: TrainSettings, name: str, longest: str) -> Problems:
 def _host_step(s: TrainSettings, name: str) -> Problems:
     """Yield the conflicts of a section whose optimizer's step is on the host."""
     own = s.critic.offload if name == "critic" else None
-    if (own or s.model.offload) != "optimizer_step":
+    if (own or s.model.offload) != "optimizer_step" or (name == "critic" and not s.uses_critic_model):
         return
     where = f'{"model" if own is None else name}.offload = "optimizer_step"'
     if value_at(s, name).optimizer.name == "muon":
