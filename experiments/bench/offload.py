@@ -33,6 +33,7 @@ from fppo.runtime import offload
 from fppo.runtime.offload import Lane
 from fppo.steps.actor import UpdateActor
 from fppo.steps.forward import Forward, compute_log_probs
+from fppo.steps.host_step import HostStep, on_host
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
@@ -108,9 +109,9 @@ class Counted(Lane):
         super().__init__(CPU)
         self._memory, self._kind = memory, kind
 
-    def host_like(self, x: Tensor) -> Tensor:
+    def host_like(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         with self._memory.making(HOST):
-            return super().host_like(x)
+            return super().host_like(x, dtype)
 
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
         with self._memory.making(self._kind):
@@ -146,10 +147,19 @@ def main() -> None:
     sizes = {"bucket": options.bucket_mib << 20, "window": options.window_mib << 20}
     for again in (False, True):
         which = attrs.evolve(model, checkpoint_layers=again)
-        for kinds in ((), ("moments",), ("moments", "params"), ("moments", "params", "activations")):
+        for kinds in ((), ("moments",), ("moments", "params"), ("moments", "params", "activations"), ("step",)):
             name = ", ".join(kinds) or "nothing"
             step = partial(update_once, which, params, batch, kinds, **sizes)
             report(f"update{', again' if again else ''}: {name}", step, options.repeats)
+    narrow = attrs.evolve(model, compute_dtype=torch.bfloat16)
+    for kinds in ((), ("moments",), ("step",)):
+        step = partial(update_once, narrow, params, batch, kinds, **sizes)
+        report(f"update in bfloat16: {', '.join(kinds) or 'nothing'}", step, options.repeats)
+    pairs = [
+        [update_once(model, params, batch, kinds, None, **sizes) for kinds in (("moments",), ("step",))]
+        for _ in range(options.repeats)
+    ]
+    print(f"step over moments, in turn: {statistics.median(step / moments for moments, step in pairs):.2f}")
     for how in ("nothing", "params", "params by layer"):
         report(f"log-probs: {how}", partial(reference_once, model, params, batch, how), options.repeats)
 
@@ -188,7 +198,11 @@ def update_once(
         kernel = offload.offloaded_adamw(kernel, lane_of(memory, MOMENTS), bucket_bytes=bucket)
     if memory is not None:
         kernel = memory.stepping(kernel)
+    lane = lane_of(memory, PARAMETERS)
     optimizer = adamw(lambda step: 1e-5, kernel=kernel)
+    if "step" in kinds:
+        kinds = ("moments", "params", "step")
+        optimizer = on_host(lambda wrap: adamw(lambda step: 1e-5, kernel=wrap(kernel)), lane, bucket_bytes=bucket)
     state = init_state(tree.copy(params), optimizer)
     if memory is not None:
         memory.hold(state.params, HOST if "params" in kinds else PARAMETERS)
@@ -203,8 +217,10 @@ def update_once(
     )
     if "activations" in kinds:
         step = offload.HostActivations(step, lane_of(memory, SAVED), minimum_bytes=1 << 16, window_bytes=window)
-    if "params" in kinds:
-        step = offload.Offloaded(step, lane_of(memory, PARAMETERS))
+    if "step" in kinds:
+        step = HostStep(step, lane, Forward(model))
+    elif "params" in kinds:
+        step = offload.Offloaded(step, lane)
     return timed(lambda: step(state, batch, donate=True), memory)
 
 

@@ -33,7 +33,7 @@ from fppo.rollout.turns.observations import ChatTemplate, Encode, PlainText, Wit
 from fppo.rollout.turns.runner import ToolRunner
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import Lane
-from fppo.settings.model import ModelSettings
+from fppo.settings.model import ModelSettings, params_on_host
 from fppo.settings.rollout import RolloutSettings, TurnsSettings, VllmSettings
 from fppo.settings.train import DataSettings
 
@@ -67,7 +67,7 @@ def engine_options(section: RolloutSettings, model: ModelSettings, *, routed: bo
         routed=routed,
         exact=section.exact,
         draft_tokens=section.draft_tokens,
-        on_host=model.offload == "all",
+        on_host=params_on_host(model.offload),
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from fppo import tree
 from fppo.assembly.functions import optimizer_of
-from fppo.assembly.parts import Offload, Tools, micro_batching_of
+from fppo.assembly.parts import Tools, micro_batching_of
 from fppo.fields import only
 from fppo.models.model import Model, Params
 from fppo.pipeline.gap import HoldExact, Then, WatchUpdate
@@ -19,8 +19,10 @@ from fppo.pipeline.measure import Measured
 from fppo.pipeline.program import UpdateStage
 from fppo.runtime.offload import HostActivations, Lane, Offloaded, to_host
 from fppo.settings.learning import ActorSettings, CriticSettings, OptimizerSettings
+from fppo.settings.model import Offload
 from fppo.settings.rollout import RolloutSettings
 from fppo.steps.clock import Clock, Timeline
+from fppo.steps.host_step import HostStep, Kernel, on_host
 from fppo.steps.loop import Loop
 from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.optimizers import Optimizer
@@ -46,18 +48,27 @@ class Learning:
     def optimizer_on(self, tools: Tools, model: Model | None) -> Optimizer:
         """The role's optimizer, with the kernels of this process's `tools`, and with a loss scale for a model that
         computes in float16."""
-        optimizer = optimizer_of(
-            self.optimizer,
-            self.updates,
-            setting=f"{self.role}.optimizer",
-            kernel=tools.kernels.adamw,
-            on_host=None if self.offload == "none" else tools.lane,
-        )
         half = model is not None and model.compute_dtype == torch.float16
-        return loss_scaled(optimizer) if half else optimizer
+        by_step, lane = self.offload == "optimizer_step", tools.lane
+
+        def make(wrap: Callable[[Kernel], Kernel]) -> Optimizer:
+            optimizer = optimizer_of(
+                self.optimizer,
+                self.updates,
+                setting=f"{self.role}.optimizer",
+                kernel=wrap(tools.kernels.adamw),
+                on_host=None if by_step or self.offload == "none" else lane,
+            )
+            return loss_scaled(optimizer) if half else optimizer
+
+        if by_step:
+            return on_host(make, lane, fixed=() if model is None else model.untrained_params)
+        return make(lambda kernel: kernel)
 
     def state(self, params: Params, optimizer: Optimizer) -> TrainState:
         """The state before the first update, with a clock for its schedule."""
+        if self.offload == "optimizer_step":  # moments begin there
+            params = to_host(params)
         state = init_state(params, optimizer, token_budget=self.loop.micro_batching.halved_from)
         state = tree.replace(state, clock=Clock())
         if self.offload == "moments":
@@ -71,6 +82,8 @@ class Learning:
             update = HostActivations(update, lane)
         if self.offload == "all":
             update = Offloaded(update, lane)
+        if self.offload == "optimizer_step":
+            update = HostStep(update, lane, forward)
         return Measured(stage=update, role=self.role, forward=forward, epochs=self.loop.epochs)
 
 

@@ -28,7 +28,7 @@ from fppo.models.vision import takes_images
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.offload import Lane
 from fppo.settings.learning import ActorSettings, CriticSettings
-from fppo.settings.model import ModelSettings
+from fppo.settings.model import ModelSettings, Offload
 from fppo.settings.placement import (
     AxesSettings,
     MeshSettings,
@@ -44,8 +44,6 @@ from fppo.workers.imports import imported, search
 from fppo_kernels import table as tables
 from fppo_kernels.collectives import Axis
 from fppo_kernels.table import Kernels
-
-Offload = Literal["none", "moments", "all"]
 
 
 def device_of(name: str, placement: PlacementSettings) -> torch.device:

@@ -52,6 +52,7 @@ from fppo.rollout.spread import FetchingEngine
 from fppo.rollout.vllm.host import EngineFailure
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import Lane, OnHost, to_host
+from fppo.settings.model import params_on_host
 from fppo.settings.modules import kernels_named
 from fppo.settings.reward import JudgeSettings, RewardModelSettings
 from fppo.steps.micro_batching import MicroBatching
@@ -154,7 +155,7 @@ def reward_model_of(here: Here, inputs: Inputs) -> RewardFn:
     check_kernels(kernels_named(settings), model, axes_at(settings.placement, "reward", settings.mesh))
     params, own = on_device(params, here.device), inputs.reward_tokenizer
     how = {"tokenizer": inputs.tokenizer, "own": own, "chat": inputs.scores_chats}
-    kept = offload_of(common.offload, section.offload) == "all"
+    kept = params_on_host(offload_of(common.offload, section.offload))
     read: dict[str, Any] = {} if own is None else {"read": partial(encode, vocabulary=model.config.vocab_size, **how)}
     return model_reward(
         OnHost(to_host(params), Lane(here.device)) if kept else params,
@@ -199,7 +200,7 @@ def judge_of(here: Here, inputs: Inputs) -> Iterator[Weighted]:
     sampling = _judge_sampling(section, own, directory, model.config)
     if section.engine == "embedded":
         check_kernels(kernels_named(settings), model, axes_at(settings.placement, "actor", settings.mesh))
-    pad, kept = sampling.stop_token_ids[0], offload_of(common.offload, section.offload) == "all"
+    pad, kept = sampling.stop_token_ids[0], params_on_host(offload_of(common.offload, section.offload))
     made = _judge_engine(here, section, inputs.kernels, model, params, pad, on_host=kept)
     with made as (engine, judge_params, together):
         judge = LanguageJudge(

@@ -16,7 +16,6 @@ from fppo.assembly.adapters import adapted_critic, base_of_role, load_policy
 from fppo.assembly.functions import policy_loss, value_head_of
 from fppo.assembly.learning import Learning, learning_of, update_watch
 from fppo.assembly.parts import (
-    Offload,
     Tools,
     forward_micro_batching_of,
     load_reference,
@@ -50,7 +49,7 @@ from fppo.pipeline.program import Base, Together, UpdateStage, in_turn
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import Lane, OnHost, to_host
 from fppo.settings.learning import ActorSettings, CriticSettings
-from fppo.settings.model import ModelSettings
+from fppo.settings.model import ModelSettings, Offload, params_on_host
 from fppo.settings.modules import kernels_named
 from fppo.settings.resolve import old_log_probs_source
 from fppo.settings.train import DataSettings, TrainSettings
@@ -202,7 +201,7 @@ def make_reference(
     params, offload = on_device(params, here.device), offload_of(section.offload, section.ref_offload)
     forward = passes.forward(here, tools.kernels, model)
     return Reference(
-        params=to_host(params) if offload == "all" else params,
+        params=to_host(params) if params_on_host(offload) else params,
         policy=passes.policy(forward, passes.record(here, model), fetch_of(offload, tools.lane), "all"),
         model=model,
     )
@@ -368,9 +367,9 @@ def _pass_options(
 
 
 def fetch_of(offload: Offload, lane: Lane) -> Fetch:
-    """How passes without a gradient get the parameters: fetched from the host if `offload` is "all", else as they
-    are."""
-    return lambda params: OnHost(params, lane) if offload == "all" else params
+    """How passes without a gradient get the parameters: fetched from the host if `offload` keeps them there, else as
+    they are."""
+    return lambda params: OnHost(params, lane) if params_on_host(offload) else params
 
 
 def view_of(limit: int, section: ModelSettings, rows: DataSettings) -> View:

@@ -17,7 +17,7 @@ from fppo.fleet import AnyGroup, Here, LocalGroup, on
 from fppo.pipeline.passes import PolicyPass
 from fppo.pipeline.teacher import TeacherFn, TeacherPass
 from fppo.runtime.offload import Lane, to_host
-from fppo.settings.model import ModelSettings
+from fppo.settings.model import ModelSettings, params_on_host
 from fppo.steps.critic import as_it_is
 from fppo.steps.outputs import Forward
 
@@ -37,7 +37,7 @@ def make_teacher(here: Here, inputs: Inputs) -> TeacherPass:
     forward = Forward(model, inputs.kernels, here.mesh, **only(section, "remove_padding", "share_prompts"))
     micro_batching, fetch = forward_micro_batching_of(section, settings.actor), fetch_of(offload, Lane(here.device))
     return TeacherPass(
-        params=to_host(params) if offload == "all" else params,
+        params=to_host(params) if params_on_host(offload) else params,
         policy=PolicyPass(forward=forward, micro_batching=micro_batching, fetch=fetch),
         view=as_it_is if settings.data.teacher_prompt is None else data.with_teacher_prompt,
     )

@@ -56,7 +56,8 @@ class Mesh:
     Without `sharding` every rank of the shard axis holds whole parameters, and the axis only divides the data. Each
     rank of the pipeline axis has `virtual_stages` stages of a model's layers, which it runs in turn. `layout` is that
     of a model's parameters on the tensor, expert and pipeline axes, for summing, counting and applying gradients. With
-    `ring` keys and values travel around the context axis; otherwise each rank of that axis gathers all of them.
+    `ring` keys and values travel around the context axis; otherwise each rank of that axis gathers all of them. `wire`
+    is the device that collectives take tensors from, where gradients are on the host (`host_step`).
     """
 
     axes: Mapping[str, Axis] = attrs.field(factory=dict)
@@ -64,6 +65,7 @@ class Mesh:
     layout: Layout | None = None
     virtual_stages: int = 1
     ring: bool = False
+    wire: torch.device | None = None
 
     def __attrs_post_init__(self) -> None:
         unknown = sorted(set(self.axes) - {*AXES, DENSE})

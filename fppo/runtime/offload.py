@@ -39,9 +39,9 @@ class Lane:
         self._under_way: dict[int, tuple[Any, Sequence[Tensor]]] = {}  # an event, and the tensors of its copy
         self._numbers = itertools.count()
 
-    def host_like(self, x: Tensor) -> Tensor:
-        """Allocate host memory for a copy of `x`."""
-        return _host_like(x)
+    def host_like(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate host memory for a copy of `x`, in its dtype or another."""
+        return _host_like(x, dtype)
 
     @torch.no_grad()
     def fetch(self, tensors: Sequence[Tensor]) -> Finish:
@@ -50,6 +50,12 @@ class Lane:
         The memory is allocated on the current stream, so the copy waits for the stream's work so far.
         """
         return self._copy(0, tensors, [torch.empty_like(x, device=self.device) for x in tensors])
+
+    @torch.no_grad()
+    def send(self, tensors: Sequence[Tensor], into: Sequence[Tensor]) -> Finish:
+        """Start to copy tensors of the host into memory of the device, which the device may read once the returned
+        function was called."""
+        return self._copy(0, tensors, into)
 
     @torch.no_grad()
     def store(self, tensors: Sequence[Tensor], into: Sequence[Tensor]) -> Finish:
@@ -167,10 +173,10 @@ def offloaded_adamw(kernel: Callable[..., None], lane: Lane, *, bucket_bytes: in
         steps: list[Tensor],
         **scalars: Any,
     ) -> None:
-        buckets = _buckets([params, grads, exp_avgs, exp_avg_sqs], bucket_bytes)
+        buckets = buckets_of([params, grads, exp_avgs, exp_avg_sqs], bucket_bytes)
         counts = torch.stack(steps).to(lane.device).unbind() if steps else ()
         after: dict[int, Tensor] = {}
-        moments = [_cut(exp_avgs, bucket) + _cut(exp_avg_sqs, bucket) for bucket in buckets]
+        moments = [pieces_of(exp_avgs, bucket) + pieces_of(exp_avg_sqs, bucket) for bucket in buckets]
         arriving = lane.fetch(moments[0]) if buckets else None
         leaving: list[Finish] = []
         for number, bucket in enumerate(buckets):
@@ -181,7 +187,14 @@ def offloaded_adamw(kernel: Callable[..., None], lane: Lane, *, bucket_bytes: in
             arriving = lane.fetch(moments[number + 1]) if number + 1 < len(buckets) else None
             raised = [counts[piece.number].clone() for piece in bucket]
             count = len(bucket)
-            kernel(_cut(params, bucket), _cut(grads, bucket), list(here[:count]), list(here[count:]), raised, **scalars)
+            kernel(
+                pieces_of(params, bucket),
+                pieces_of(grads, bucket),
+                list(here[:count]),
+                list(here[count:]),
+                raised,
+                **scalars,
+            )
             leaving.append(lane.store(here, moments[number]))
             after |= {piece.number: step for piece, step in zip(bucket, raised, strict=True)}
         if steps:
@@ -192,7 +205,7 @@ def offloaded_adamw(kernel: Callable[..., None], lane: Lane, *, bucket_bytes: in
     return adamw
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """A range of elements of the parameter with index `number`; `stop` None is the whole."""
 
     number: int
@@ -200,14 +213,15 @@ class _Piece(NamedTuple):
     stop: int | None
 
 
-def _cut(tensors: Sequence[Tensor], bucket: Sequence[_Piece]) -> list[Tensor]:
+def pieces_of(tensors: Sequence[Tensor], bucket: Sequence[Piece]) -> list[Tensor]:
+    """The tensors, or flat ranges of them, that a bucket has; they share memory with `tensors`."""
     return [tensors[n] if stop is None else tensors[n].view(-1)[start:stop] for n, start, stop in bucket]
 
 
-def _buckets(columns: Sequence[Sequence[Tensor]], size: int) -> list[list[_Piece]]:
+def buckets_of(columns: Sequence[Sequence[Tensor]], size: int) -> list[list[Piece]]:
     """Split all parameters into pieces, in buckets of at most `size` bytes of moments, or of one smallest piece.
     `columns` are the parameters, their gradients, and their first and second moments."""
-    buckets: list[list[_Piece]] = []
+    buckets: list[list[Piece]] = []
     room = 0
     for number, (param, grad, mu, nu) in enumerate(zip(*columns, strict=True)):
         width = mu.element_size() + nu.element_size()
@@ -220,7 +234,7 @@ def _buckets(columns: Sequence[Sequence[Tensor]], size: int) -> list[list[_Piece
                 room = size
             fitting = rest if whole else min(rest, max(room // width // GRAIN, 1) * GRAIN)
             cut = fitting < count
-            buckets[-1].append(_Piece(number, start, start + fitting if cut else None))
+            buckets[-1].append(Piece(number, start, start + fitting if cut else None))
             room -= fitting * width
             start += fitting
             if start >= count:
@@ -228,9 +242,9 @@ def _buckets(columns: Sequence[Sequence[Tensor]], size: int) -> list[list[_Piece
     return buckets
 
 
-def _host_like(x: Tensor) -> Tensor:
+def _host_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     pinned = devices.kind_of(x.device).streams or x.is_pinned()
-    return torch.empty_like(x, device="cpu", requires_grad=False, pin_memory=pinned)
+    return torch.empty_like(x, device="cpu", dtype=dtype, requires_grad=False, pin_memory=pinned)
 
 
 @attrs.frozen

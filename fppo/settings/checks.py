@@ -14,6 +14,7 @@ from fppo.settings.checks_places import mesh_rules, placement_problems
 from fppo.settings.checks_rollout import rollout_problems
 from fppo.settings.checks_sft import pass_problems, rate_problems
 from fppo.settings.component import part_problems, signature_of, value_of
+from fppo.settings.model import params_on_host
 from fppo.settings.resolve import hindrances, passes_before_update, sharing_hindrances
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS, VALUE_HEADS
 from fppo.settings.train import TrainSettings
@@ -224,9 +225,9 @@ def _lora(s: TrainSettings) -> Problems:
     if s.model.compile_layers:
         yield problem_at(s, "model.compile_layers", "compiled layers take no adapters yet; leave it or model.lora out")
     text = "the base of adapters stays on the device; give moments, or leave it out"
-    if s.model.offload == "all":
+    if params_on_host(s.model.offload):
         yield problem_at(s, "model.offload", text)
-    if critic and lora.of_critic and s.critic.offload == "all":
+    if critic and lora.of_critic and s.critic.offload is not None and params_on_host(s.critic.offload):
         yield problem_at(s, "critic.offload", text)
     if s.model.ref_path is None:
         reader = "a reference of its own (model.ref_path): with adapters it stands on their base"

@@ -52,6 +52,21 @@ def pass_problems(s: TrainSettings, name: str, longest: str) -> Problems:
     if section.optimizer.schedule == "exponential" and not section.optimizer.min_lr_ratio:
         text = "the exponential schedule falls by a factor and never comes to 0; give a part of lr, as 0.01"
         yield problem_at(s, f"{name}.optimizer.min_lr_ratio", text)
+    yield from _host_step(s, name)
+
+
+def _host_step(s: TrainSettings, name: str) -> Problems:
+    """Yield the conflicts of a section whose optimizer's step is on the host."""
+    own = s.critic.offload if name == "critic" else None
+    if (own or s.model.offload) != "optimizer_step" or (name == "critic" and not s.uses_critic_model):
+        return
+    where = f'{"model" if own is None else name}.offload = "optimizer_step"'
+    if value_at(s, name).optimizer.name == "muon":
+        text = f"{where} would make matrices orthogonal on the host, for minutes; give adamw, or offload moments or all"
+        yield problem_at(s, f"{name}.optimizer.name", text)
+    if name == "actor" and s.actor.experts.bias_rate > 0:
+        text = f"{where} keeps the biases of routers on the host, and finds their loads elsewhere; leave one out"
+        yield problem_at(s, "actor.experts.bias_rate", text)
 
 
 def rate_problems(optimizer: OptimizerSettings, path: str, updates: int, words: str) -> Problems:

@@ -9,6 +9,7 @@ import attrs
 
 from fppo.fields import Table, above, at_least, at_most, auto_or, below, nonempty, setting
 from fppo.settings.component import given, named, requires
+from fppo.settings.model import Offload
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS, OPTIMIZERS, POLICY_LOSSES, VALUE_HEADS
 
 OldLogProbs = Literal["pass", "engine", "update", "auto"]
@@ -252,7 +253,7 @@ class CriticSettings(UpdateSettings):
     """The dtype of its forward and backward passes; None: model.compute_dtype."""
     checkpoint_layers: Literal["selective"] | bool | None = setting(None)
     """Recompute each of its layers in the backward pass; None: as model.checkpoint_layers."""
-    offload: Literal["none", "moments", "all"] | None = setting(None)
-    """What of it to keep in the host's memory between uses (GPUs); None: as model.offload."""
+    offload: Offload | None = setting(None)
+    """What of it to keep in the host's memory, as model.offload has it (GPUs); None: as model.offload."""
     optimizer: OptimizerSettings = attrs.field(factory=lambda: OptimizerSettings(lr=1e-5))
     """The optimizer and its learning rate."""

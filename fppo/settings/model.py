@@ -10,6 +10,13 @@ import tyro
 
 from fppo.fields import Table, above, at_least, nonempty, place, setting
 
+Offload = Literal["none", "moments", "all", "optimizer_step"]
+
+
+def params_on_host(offload: str) -> bool:
+    """Whether a role with this `offload` keeps its parameters, too, in the host's memory between uses."""
+    return offload in ("all", "optimizer_step")
+
 
 @attrs.frozen(kw_only=True)
 class LoraSettings:
@@ -99,12 +106,12 @@ class ModelSettings:
     """Let a model directory run its own Python code."""
     import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = setting((), _modules, name="import")
     """Modules imported in every process before it builds a model, as those that register classes with AutoConfig."""
-    offload: Literal["none", "moments", "all"] = setting("none")
-    """Keep the optimizer's moments, or them and all parameters, in the host's memory between uses (GPUs)."""
+    offload: Offload = setting("none")
+    """In the host's memory between uses (GPUs): moments; parameters, too; or both, and the optimizer works there."""
     ref_offload: bool | None = setting(None)
-    """Keep the reference in the host's memory between uses (GPUs); None: where offload is all."""
+    """Keep the reference in the host's memory between uses (GPUs); None: where offload keeps the policy there."""
     teacher_offload: bool | None = setting(None)
-    """Keep the teacher in the host's memory between uses (GPUs); None: where offload is all."""
+    """Keep the teacher in the host's memory between uses (GPUs); None: where offload keeps the policy there."""
     offload_activations: bool = setting(False)
     """Keep what is saved for the backward pass in the host's memory until then (GPUs)."""
     remove_padding: bool = setting(True)

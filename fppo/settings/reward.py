@@ -60,7 +60,7 @@ class RewardModelSettings:
     token_budget: int | None = setting(None, at_least(1))
     """Tokens per forward pass; None: by micro_batch_size, or as model.forward_token_budget."""
     offload: bool | None = setting(None)
-    """Keep it in the host's memory between uses (GPUs); None: where model.offload is all."""
+    """Keep it in the host's memory between uses (GPUs); None: where model.offload keeps the policy there."""
 
 
 @attrs.frozen(kw_only=True)
@@ -88,7 +88,7 @@ class JudgeSettings:
     max_rows: int = setting(64, at_least(1))
     """Questions that transformers answers at a time."""
     offload: bool | None = setting(None)
-    """Keep it in the host's memory between uses (GPUs, transformers); None: where model.offload is all."""
+    """Keep it on the host between uses (GPUs, transformers); None: where model.offload keeps the policy there."""
     vllm: VllmSettings = setting(VllmSettings)
     """How that vLLM runs; max_model_len None: as long as a question and its answer may be."""
 

@@ -34,8 +34,9 @@ from fppo.steps.experts import (
     with_router_terms,
 )
 from fppo.steps.forward import forward_micro_batch, has_next_stage, stage_states
+from fppo.steps.host_step import Leaving, leaves_early
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizers import Optimizer
+from fppo.steps.optimizers import Landing, Optimizer
 from fppo.steps.outputs import Forward, Rows, TokenOutputs
 from fppo.steps.packed import Indices, Masks, MicroBatch, blank_masks, cut, indexed, keep_tokens_if_shared, masks_of
 from fppo.steps.ranks import blank, mini_batches, rounds, saved_work, shares
@@ -244,15 +245,16 @@ def update(
             mini = mini._replace(own=objective.prepare(state.params, mini, forward=forward))
         scale = None if optimizer.loss_scale is None else optimizer.loss_scale(state.opt)
         passes = _Passes(objective, forward, scale, objective.routers(mini, forward), prefix)
+        landing = None if optimizer.landing is None else optimizer.landing(state.opt)
         grads, report = None, {}
         while grads is None:
             calls = Calls()
             with memory.lack_noted(repeat=fitted.halve_on_oom) as errors:
-                grads, report = gradient(state.params, mini, passes.counted(calls))
+                grads, report = gradient(state.params, mini, passes.counted(calls), landing)
             if errors:
                 memory.released()
             if errors and mesh.sharded:  # so that other ranks can end theirs
-                gradient(state.params, mini._replace(micro_batches=[]), passes.counted(Calls(calls.begun)))
+                gradient(state.params, mini._replace(micro_batches=[]), passes.counted(Calls(calls.begun)), landing)
             if (smaller := _smaller(mini, fitted, errors, passes)) is not None:
                 grads, (mini, fitted) = None, smaller
         if mini.shares_tokens:
@@ -369,24 +371,34 @@ def micro_batches(mini: MiniBatch, forward: Forward) -> Iterator[tuple[MicroBatc
         yield nothing, mini.weights.new_zeros(nothing.rows.response_mask.shape)
 
 
-def _gradients(params: Params, mini: MiniBatch, passes: _Passes, *, record: Recorder | None) -> tuple[Params, Metrics]:
-    """This rank's share of a mini-batch's gradient, and its metrics: sums over its passes."""
+def _gradients(
+    params: Params, mini: MiniBatch, passes: _Passes, landing: Landing | None, *, record: Recorder | None
+) -> tuple[Params, Metrics]:
+    """This rank's share of a mini-batch's gradient, and its metrics: sums over its passes. With a `landing` the sums
+    are on their way to the host, if no other rank adds to them."""
     forward, inputs = passes.forward, _inputs(params, passes.forward, record)
-    once, kinds = isinstance(inputs, Whole), [x.dtype for x in params.values()]
+    once, kinds = isinstance(inputs, Whole), _dtypes(params, landing)
+    leaving = None if landing is None or not leaves_early(forward.mesh) else Leaving(landing)
     total: list[Tensor] = []
     structure: pytree.TreeSpec | None = None
     reports: list[Metrics] = []
     for number, (micro, weights) in enumerate(micro_batches(mini, forward)):
+        last = number == mini.passes - 1
         if record is not None and record.takes(inputs, micro.rows, micro.masks, forward):
             report, new = _recorded(inputs, micro, weights, passes, record)
         elif active():
             (_, report), new = value_and_grad(passes.loss, has_aux=True)(inputs, micro, weights)
         else:  # equal to value_and_grad, with the loss called from here: a shorter traceback in a debugger
             leaves = variables(inputs)
+            if leaving is not None and last:
+                leaving.watch(leaves, total)
             with torch.enable_grad():
                 loss, report = passes.loss(leaves, micro, weights)
                 report, new = detached(report), gradients(loss, leaves)
             del loss
+        reports.append(report)
+        if leaving is not None and last:
+            return leaving.landed(new, total), metrics.merge(*reports)
         leaves, structure = pytree.tree_flatten(accumulable(new, params, forward.mesh) if once else new)
         del new  # it would live through the next pass
         if number == 0:
@@ -401,9 +413,13 @@ def _gradients(params: Params, mini: MiniBatch, passes: _Passes, *, record: Reco
         else:  # this function owns the memory of the sums by now
             torch._foreach_add_(total, leaves)  # pyright: ignore[reportPrivateImportUsage]
         del leaves
-        reports.append(report)
     assert structure is not None  # every rank makes at least one pass
     return _shards(pytree.tree_unflatten(total, structure), params, forward), metrics.merge(*reports)
+
+
+def _dtypes(params: Params, landing: Landing | None) -> list[torch.dtype]:
+    """The dtypes in which gradients are summed over passes: those of the weights that they update."""
+    return [x.dtype if landing is None else landing.dtypes[name] for name, x in params.items()]
 
 
 def _shards(grads: Any, params: Params, forward: Forward) -> Params:
@@ -440,11 +456,11 @@ def _inputs(params: Params, forward: Forward, record: Recorder | None) -> Params
 
 
 def _stage_gradients(
-    params: Params, mini: MiniBatch, passes: _Passes, *, make_schedule: MakeSchedule
+    params: Params, mini: MiniBatch, passes: _Passes, landing: Landing | None, *, make_schedule: MakeSchedule
 ) -> tuple[Params, Metrics]:
     """This rank's share of a mini-batch's gradient on a pipeline axis, and the metrics: sums over the passes of all
     stages, run by the schedule."""
-    forward, mesh, kinds = passes.forward, passes.forward.mesh, [x.dtype for x in params.values()]
+    forward, mesh, kinds = passes.forward, passes.forward.mesh, _dtypes(params, landing)
     inputs, given = _inputs(params, forward, None), list(micro_batches(mini, forward))
     others: list[Metrics] = []
     if isinstance(inputs, Whole) and mesh.sharding is not None:

@@ -45,7 +45,8 @@ class Optimizer(NamedTuple):
     Where a mesh cuts parameters, a tensor of the state is either a number (0-d), or has the shape and, in a mapping,
     the name of a parameter; it is then cut like the parameter. With `loss_scale` gradients are those of the loss times
     `loss_scale(state)`, 0-d; see `loss_scale.loss_scaled`. `kernel` is AdamW's kernel, if there is one. `says(params)`
-    describes how it treats which parameters, if not all alike; it reads only names and shapes.
+    describes how it treats which parameters, if not all alike; it reads only names and shapes. `landing(state)` says
+    where gradients go, and in which dtypes they are summed, if not as the parameters: see `host_step.on_host`.
     """
 
     init: Callable[[Params], Any]
@@ -53,6 +54,15 @@ class Optimizer(NamedTuple):
     loss_scale: Callable[[Any], Tensor] | None = None
     kernel: Callable[..., None] | None = None
     says: Callable[[Mapping[str, Tensor]], str] | None = None
+    landing: Callable[[Any], Landing] | None = None
+
+
+class Landing(NamedTuple):
+    """The way of gradients to the host, by name of their parameter: the dtype in which each is summed on the device,
+    and the lane on which the sum is copied."""
+
+    lane: Lane
+    dtypes: Mapping[str, torch.dtype]
 
 
 class UpdateCall(NamedTuple):
@@ -139,10 +149,10 @@ def global_norm(grads: list[Tensor], mesh: Mesh) -> Tensor:
         axes += [mesh[name] for name in (*CUTTING_AXES, "pipeline") if name not in done]
     if not axes:
         return norm
-    total = norm.double().square()
+    total = norm.double().square().to(mesh.wire or norm.device)
     for axis in axes:
         total = all_reduce(total, axis)
-    return total.sqrt().to(norm.dtype)
+    return total.sqrt().to(norm)
 
 
 def check_decays(*, weight_decay: float, momentum: float = 0.0, betas: tuple[float, ...] = ()) -> None:

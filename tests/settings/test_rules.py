@@ -194,7 +194,16 @@ OF_ADAPTERS: list[Rule] = [
     (LORA, {"model.compile_layers": True}, ["model.compile_layers"]),
     ({"model.mlp_slice_tokens": 64}, {"model.compile_layers": True}, ["model.mlp_slice_tokens"]),
     (LORA | {"model.offload": "moments"}, {"model.offload": "all"}, ["model.offload"]),
+    (LORA | {"model.offload": "moments"}, {"model.offload": "optimizer_step"}, ["model.offload"]),
     (LORA | {"critic.offload": "moments"}, {"critic.offload": "all"}, ["critic.offload"]),
+    ({"model.offload": "optimizer_step"}, {"actor.optimizer.name": "muon"}, ["actor.optimizer.name"]),
+    ({"model.offload": "optimizer_step"}, {"critic.optimizer.name": "muon"}, ["critic.optimizer.name"]),
+    (
+        {"model.offload": "optimizer_step"} | {"critic.offload": "all", "critic.optimizer.name": "muon"},
+        {"critic.offload": None},
+        ["critic.optimizer.name"],
+    ),
+    ({"model.offload": "optimizer_step"}, {"actor.experts.bias_rate": 0.1}, ["actor.experts.bias_rate"]),
     (LORA | {"critic.offload": "all", "model.lora.critic_rank": 0}, {"model.lora.critic_rank": 1}, ["critic.offload"]),
     (
         LORA | KL | {"model.ref_path": "r", "model.ref_dtype": "bfloat16", "model.ref_offload": True},

@@ -187,6 +187,7 @@ def test_a_mesh_of_ranks_agrees_until_one_step_further(world, agreeing, step, na
 SFT = {"reward.functions": []}
 OF_SFT: list[Rule] = [
     ({"sft.messages": "m", "data.chat": True, "sft.turns": "last"}, {"sft.messages": None}, ["sft.turns"]),
+    ({"model.offload": "optimizer_step"}, {"sft.optimizer.name": "muon"}, ["sft.optimizer.name"]),
     ({"sft.response": "r"}, {"sft.messages": "m", "data.chat": True}, ["sft.response"]),
     ({"sft.messages": "m", "data.chat": True}, {"data.chat": False}, ["sft.messages"]),
     ({"data.chat": True}, {"data.images": "i"}, ["data.images"]),

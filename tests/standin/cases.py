@@ -5,10 +5,12 @@ from pathlib import Path
 from fppo.settings.train import TrainSettings
 from tests import tiny_run
 
+STEP = {"model__offload": "optimizer_step"}
 CASES = {
     "ppo": {"steps": 2},
     "ppo-resumed": {"steps": 3},
-    "grpo": {**tiny_run.NO_KL, "algorithm__advantage": "grpo", "rollout__n": 4, "steps": 2},
+    "grpo": {**tiny_run.NO_KL, "algorithm__advantage": "grpo", "rollout__n": 4, "steps": 2, **STEP},
+    "grpo-resumed": {**tiny_run.NO_KL, "algorithm__advantage": "grpo", "rollout__n": 4, "steps": 3, **STEP},
     "beside": {"steps": 2, "rollout__ahead": 1, "model__offload": "all"},
 }
 

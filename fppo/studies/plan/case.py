@@ -304,7 +304,7 @@ class Case:
     log_probs: str = "chunked"
     packs: bool = False  # whether the embedded engine packs small weights, for oneDNN's products on a CPU
     graphs: bool = False  # whether passes of few tokens are recorded as CUDA graphs, where possible
-    offload: str = "none"  # the state on the host between uses: none, "moments" or "all"
+    offload: str = "none"  # the state on the host, as model.offload has it
     offload_activations: bool = False  # whether activations wait on the host for the backward pass
     dtype: torch.dtype = torch.float32  # the dtype of parameters
     forward_tokens: int | None = None  # tokens of a pass without gradients, if not `tokens`

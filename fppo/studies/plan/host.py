@@ -13,13 +13,15 @@ from fppo import tree
 from fppo.rollout.pool import Policy
 from fppo.rollout.sync import pieces
 from fppo.runtime.checkpoint import STAGE_BYTES
+from fppo.settings.model import params_on_host
 from fppo.studies.plan import passes
 from fppo.studies.plan.case import BUILT_FOR_GPUS, CUDA_PROCESS, PROCESS, TRAINED, Case, pinned
 from fppo.studies.plan.passes import Built, base_dtype, every_shape, models_of, shard_shapes
 from fppo.studies.plan.track import Phase
 
-STATE, AWAY, READ, COPIES, BUCKET, RECEIVED, COLUMNS, ITSELF = (
+STATE, GRADS, AWAY, READ, COPIES, BUCKET, RECEIVED, COLUMNS, ITSELF = (
     "state between uses",
+    "gradients that came",
     "activations put away",
     "weights that are read",
     "copies for the checkpoint",
@@ -52,7 +54,11 @@ def host_of(case: Case, built: Built, stages: Mapping[str, Sequence[Phase]] = Ma
     on_gpu, state = case.hardware.on_gpu, state_of(case, built)
     away = [pinned(size) if on_gpu else size for on_host, sizes in state.values() if on_host for size in sizes]
     copies = sum(sum(sizes) for name, (_, sizes) in state.items() if name.startswith(TRAINED))
-    rest = {ITSELF: float(CUDA_PROCESS if on_gpu else process_bytes()), STATE: float(sum(away))}
+    rest = {
+        ITSELF: float(CUDA_PROCESS if on_gpu else process_bytes()),
+        STATE: float(sum(away)),
+        GRADS: gradient_bytes(case, built),
+    }
     rest |= {AWAY: away_bytes(case, stages), COLUMNS: case.columns, RECEIVED: received_bytes(case, built)}
     return HostMemory(
         rest=rest,
@@ -78,10 +84,21 @@ def state_of(case: Case, built: Built) -> dict[str, tuple[bool, list[int]]]:
     for name in [*filter(case.has, models_of(case)), *["reference"] * own_reference]:
         model, at = "actor" if name == "reference" else name, case.at_rest(name)
         sizes = _nbytes(shard_shapes(at, model, built).values(), at.dtype)
-        found[f"{name}'s parameters"] = at.offload == "all", sizes
+        found[f"{name}'s parameters"] = params_on_host(at.offload), sizes
         if name in TRAINED:
             found[f"{name}'s optimizer"] = at.offload != "none", moments(at, name, built)
     return found
+
+
+def gradient_bytes(case: Case, built: Built) -> float:
+    """Bytes of the gradients of an optimizer's step on the host, which roles take in turn."""
+    needed = [0]
+    for name in filter(case.has, models_of(case)):
+        at = case.at_rest(name)
+        if name in TRAINED and at.offload == "optimizer_step":
+            sizes = _nbytes(shard_shapes(at, name, built).values(), at.dtype)
+            needed.append(sum(pinned(size) if case.hardware.on_gpu else size for size in sizes))
+    return float(max(needed))
 
 
 def away_bytes(case: Case, stages: Mapping[str, Sequence[Phase]]) -> float:

@@ -44,7 +44,9 @@ def prepared(
 ) -> tuple[TrainState, Callable[[TrainState], Any], Any]:
     """A fresh state of the stage's model on this rank, the stage as a function of that state, and the stage's rows."""
     params, forward, batch = _parts(case, name, mesh, tracker)
-    stage = passes.stage_of(case, name, batch, forward=forward, shelf=passes.Shelf(tracker))
+    stage = passes.stage_of(
+        case, name, batch, forward=forward, shelf=passes.Shelf(tracker), home=passes.Shelf(tracker, passes.HOST)
+    )
     return init_state(params, passes.optimizer_of(case)), stage, batch
 
 

@@ -42,9 +42,11 @@ from fppo.runtime.layout import Layout
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import HostActivations, Lane, Offloaded, by_layer, offloaded_adamw
 from fppo.runtime.schedule import Action, Schedule, one_f_one_b
+from fppo.settings.model import params_on_host
 from fppo.steps.actor import UpdateActor
 from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward, compute_log_probs, compute_values
+from fppo.steps.host_step import HostStep, on_host
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import Optimizer, adamw
@@ -350,20 +352,26 @@ def kernels_of(case: Case, tracker: Tracker) -> Kernels:
 
 
 class Shelf(Lane):
-    """A lane to the host whose memory for offloaded tensors is counted apart from the accelerator's."""
+    """A lane to the host whose memory for offloaded tensors, of this kind, is counted apart from the accelerator's."""
 
-    def __init__(self, tracker: Tracker) -> None:
+    def __init__(self, tracker: Tracker, kind: str = AWAY) -> None:
         super().__init__(torch.device("cpu"))
-        self._tracker = tracker
+        self._tracker, self._kind = tracker, kind
 
-    def host_like(self, x: Tensor) -> Tensor:
-        with self._tracker.making(AWAY):
-            return super().host_like(x)
+    def host_like(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        with self._tracker.making(self._kind):
+            return super().host_like(x, dtype)
 
 
-def optimizer_of(case: Case) -> Optimizer:
-    """The optimizer of actor and critic."""
-    return adamw(lambda step: 1e-6, kernel=adamw_ if case.offload == "none" else offloaded_adamw(adamw_, _LANE))
+def optimizer_of(case: Case, lane: Lane = _LANE) -> Optimizer:
+    """The optimizer of actor and critic. Its step may be on the host that the lane leads to."""
+
+    def make(wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> Optimizer:
+        return adamw(lambda step: 1e-6, kernel=wrap(adamw_))
+
+    if case.offload == "optimizer_step":
+        return on_host(make, lane)
+    return make(lambda kernel: kernel if case.offload == "none" else offloaded_adamw(kernel, _LANE))
 
 
 def stage_of(
@@ -373,25 +381,27 @@ def stage_of(
     *,
     forward: Forward,
     shelf: Lane = _LANE,
+    home: Lane = _LANE,
     began: Callable[[Action], None] = lambda action: None,
 ) -> Callable[[TrainState], Any]:
     """The stage as a function of its model's state. An update runs on all of `batch`, which every data rank has; other
-    stages on this rank's rows. `shelf` transfers activations to the host. `began` is called with each action that a
-    pipeline rank begins, if it runs one pass at a time."""
+    stages on this rank's rows. `shelf` transfers activations to the host, `home` gradients. `began` is called with
+    each action that a pipeline rank begins, if it runs one pass at a time."""
     micro_batching = MicroBatching(token_budget=case.tokens)
     if case.together > 1:  # `case.rows` rows in each
         micro_batching = MicroBatching(size=case.rows)
-    on_host = case.offload == "all"
+    away = params_on_host(case.offload)
     if not name.startswith("update"):
         compute = {"values": compute_values, REWARD: compute_reward_scores}.get(name, compute_log_probs)
-        compute = by_layer(compute, _LANE) if on_host else compute
+        compute = by_layer(compute, _LANE) if away else compute
         return lambda state: compute(state.params, batch, forward=forward, micro_batching=micro_batching)
     schedule = partial(turns, rank=case.pipeline_rank, began=began) if case.in_turn else one_f_one_b
     loop = Loop(mini_batch_size=len(batch.tokens), micro_batching=micro_batching, stage_schedule=schedule)
-    how = {"forward": forward, "loop": loop, "optimizer": optimizer_of(case)}
+    how = {"forward": forward, "loop": loop, "optimizer": optimizer_of(case, home)}
     update = UpdateCritic(**how) if name == "update critic" else UpdateActor(loss_fn=losses.ppo_clip, **how)
     update = HostActivations(update, shelf) if case.offload_activations else update
-    update = Offloaded(update, _LANE) if on_host else update
+    if away:
+        update = Offloaded(update, _LANE) if case.offload == "all" else HostStep(update, home, forward)
     return lambda state: update(state, batch, donate=True)
 
 
@@ -445,7 +455,8 @@ def run_stage(case: Case, name: str, *, own: Sequence[int] | None = None, built:
         params = {name: torch.empty(shape, dtype=case.dtype) for name, shape in shapes.items()}
     share = "auto" if case.together > 1 else False
     forward = Forward(model, kernels=kernels_of(case, tracker), mesh=mesh, share_prompts=share)
-    stage = stage_of(case, name, batch, forward=forward, shelf=Shelf(tracker), began=tracker.began)
+    lanes = {"shelf": Shelf(tracker), "home": Shelf(tracker, HOST)}
+    stage = stage_of(case, name, batch, forward=forward, **lanes, began=tracker.began)
     return tracked(case, tracker, stage, init_state(params, optimizer_of(case)), batch)
 
 
@@ -460,7 +471,7 @@ def tracked(
     case: Case, tracker: Tracker, stage: Callable[[TrainState], Any], state: TrainState, batch: Any
 ) -> list[Phase]:
     """Run `stage` on `state`, which it may use up, and return the phases that the tracker recorded."""
-    tracker.hold(state.params.values(), HOST if case.offload == "all" else STATE)
+    tracker.hold(state.params.values(), HOST if params_on_host(case.offload) else STATE)
     tracker.hold(tree.tensors(state.opt), STATE if case.offload == "none" else HOST)
     tracker.hold(tree.tensors(batch), BATCH)
     with tracker:

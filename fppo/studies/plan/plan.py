@@ -13,6 +13,7 @@ from fppo import tree
 from fppo.models import flops
 from fppo.models.model import Model, is_trained
 from fppo.runtime.mesh import LOCAL
+from fppo.settings.model import params_on_host
 from fppo.steps import recorded
 from fppo.studies.plan import layers, passes
 from fppo.studies.plan.case import Case, overhead, problems
@@ -243,7 +244,9 @@ def _stage(case: Case, at: Case, name: str, rest: Mapping[str, float], phases: S
 def _recorded(case: Case, model: Model) -> bool:
     """Whether the case's passes of a model run as CUDA graphs (`steps.recorded`)."""
     model = attrs.evolve(model, checkpoint_layers=case.checkpoint_layers, mlp_slice_tokens=case.mlp_slice_tokens)
-    able = case.hardware.on_gpu and case.world == 1 and case.offload != "all" and not case.offload_activations
+    able = (
+        case.hardware.on_gpu and case.world == 1 and not params_on_host(case.offload) and not case.offload_activations
+    )
     able = able and recorded.records(model, LOCAL)
     return case.graphs and able and case.tokens <= recorded.most_tokens(model)
 

@@ -22,6 +22,7 @@ from fppo.rollout.states import PromptStates
 from fppo.rollout.vllm.devices import BESIDE, KEPT_FREE
 from fppo.runtime.mesh import DENSE
 from fppo.runtime.watch import wire_bytes
+from fppo.settings.model import params_on_host
 from fppo.studies.plan import layers, passes
 from fppo.studies.plan.case import Case, PlannedSampling, overhead
 from fppo.studies.plan.estimate import ATTENTION_SHARE, COPY_SHARE, LATENCY, LINK_SHARE, MATMUL_SHARE, link
@@ -241,7 +242,7 @@ def _embedded(
 def _gathered(case: Case, sampling: PlannedSampling, engine: _Engine) -> float:
     """Bytes of weights that a rank holds for the embedded engine besides its own shards: gathered from shards in the
     engine's dtype, or received from the host or another process. 0 if it uses the trainer's tensors."""
-    away = sampling.pool is not None or case.offload == "all"
+    away = sampling.pool is not None or params_on_host(case.offload)
     dtype = _narrow(case, engine) if _cut(case, engine) else _kept(case)
     return float(engine.numbers * dtype.itemsize) if away or _cut(case, engine) else 0.0
 

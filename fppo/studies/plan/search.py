@@ -115,9 +115,9 @@ def families(case: Case) -> list[list[Flags]]:
     if case.mlp_slice_tokens is None and (sizes := [x for x in SLICES if x < case.tokens]) and _has_mlps(case):
         choices.append([{"model.mlp-slice-tokens": size} for size in sizes])
     choices += filter(None, (list(_longer_axes(case, axis)) for axis in ("sequence", "context", "expert", "tensor")))
-    if case.hardware.on_gpu and case.offload != ("all" if case.lora is None else "moments"):
-        places = ("moments", "all") if case.lora is None else ("moments",)  # the base of adapters stays
-        choices.append([{"model.offload": what} for what in places if what != case.offload])
+    places = ("none", "moments", "all", "optimizer_step")[: None if case.lora is None else 2]  # a base stays
+    if case.hardware.on_gpu and (later := places[places.index(case.offload) + 1 :]):
+        choices.append([{"model.offload": what} for what in later])
     if pipeline := list(_longer_axes(case, "pipeline")):
         choices.append(pipeline)
     return choices

@@ -169,7 +169,12 @@ def _head(case: Case, parameters: Mapping[str, int]) -> Section:
     sharded = f", stage {case.sharding.stage}" if case.shards > 1 else ""
     sharded += f", {case.virtual_stages} stages on each rank" if case.virtual_stages > 1 else ""
     again = f", {RECOMPUTED[case.checkpoint_layers]}" if case.checkpoint_layers else ""
-    again += {"none": "", "moments": ", moments on the host", "all": ", state on the host"}[case.offload]
+    again += {
+        "none": "",
+        "moments": ", moments on the host",
+        "all": ", state on the host",
+        "optimizer_step": ", state and optimizer on the host",
+    }[case.offload]
     again += ", activations on the host" * case.offload_activations
     again += "" if case.mlp_slice_tokens is None else f", MLPs in slices of {case.mlp_slice_tokens:,} tokens"
     base = passes if case.lora_base is None else f"{case.lora_base} and {passes}"
@@ -197,7 +202,12 @@ def _shared(case: Case) -> list[str]:
 
 def _differences(case: Case) -> list[str]:
     """Lines on the roles' overrides, the load of experts, and passes without gradients."""
-    places = {"none": "on the device", "moments": "moments on the host", "all": "on the host"}
+    places = {
+        "none": "on the device",
+        "moments": "moments on the host",
+        "all": "on the host",
+        "optimizer_step": "on the host with its optimizer",
+    }
     lines = []
     for name, role in case.roles.items():
         words = [f"passes of {role.tokens:,} tokens"] if role.tokens else []

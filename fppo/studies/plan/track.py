@@ -416,7 +416,9 @@ class Tracker(TorchDispatchMode):
         if self._on_gpu and (extra := attention_workspace(name, inputs)):
             self._events.append((0, _Block(extra, ACTIVATIONS, self._task)))
         work = work_of(func, inputs, outputs, bool(fresh))
-        if work is not None:
+        if work is not None and {block.kind for block in known if block is not None} == {HOST}:
+            self._starts[-1][2].other["host"] += work.traffic  # the host's memory is no slower than the way to it
+        elif work is not None:
             self._starts[-1][2].add(work)
 
     def _kind(self, name: str, inputs: Sequence[str]) -> str:

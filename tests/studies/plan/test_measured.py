@@ -221,7 +221,15 @@ def test_a_reward_model_of_its_own_size_holds_and_sends_what_was_planned(mesh, o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("offload", "name"), [("all", "log-probs"), ("moments", "update actor")])
+@pytest.mark.parametrize(
+    ("offload", "name"),
+    [
+        ("all", "log-probs"),
+        ("moments", "update actor"),
+        ("optimizer_step", "log-probs"),
+        ("optimizer_step", "update actor"),
+    ],
+)
 def test_state_on_the_host_is_planned(offload, name):
     what = case(layers=2, mesh={"shard": 2}, offload=offload)
     holds(what, name)

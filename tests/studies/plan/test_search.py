@@ -44,7 +44,7 @@ def test_every_kind_of_change_is_tried_the_smallest_first():
             {"mesh.replicate": 1, "mesh.context": 4},
         ],
         [{"mesh.replicate": 2, "mesh.tensor": 2}, {"mesh.replicate": 1, "mesh.tensor": 4}],  # of four heads
-        [{"model.offload": "moments"}, {"model.offload": "all"}],
+        [{"model.offload": "moments"}, {"model.offload": "all"}, {"model.offload": "optimizer_step"}],
         [{"mesh.replicate": 2, "mesh.pipeline": 2}],  # of three layers
     ]
 
@@ -66,11 +66,14 @@ def test_what_is_changed_already_is_not_tried():
         stage=3,
         tokens=64,
         checkpoint_layers=True,
-        offload="all",
+        offload="optimizer_step",
     )
     assert families(done) == []
     selective = attrs.evolve(done, checkpoint_layers="selective", offload="moments")
-    assert families(selective) == [[{"model.checkpoint-layers": True}], [{"model.offload": "all"}]]
+    assert families(selective) == [
+        [{"model.checkpoint-layers": True}],
+        [{"model.offload": "all"}, {"model.offload": "optimizer_step"}],
+    ]
     adapted = attrs.evolve(done, lora=Lora(4, 1.0), offload="none")  # whose base stays
     assert families(adapted) == [[{"model.offload": "moments"}]]
     assert families(attrs.evolve(adapted, offload="moments")) == []
