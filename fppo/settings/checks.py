@@ -96,7 +96,7 @@ def _model(s: TrainSettings) -> Problems:
         yield problem_at(s, "critic.ensemble", text)
     if s.critic.ensemble == 1:
         yield from unread_problems(s, ["critic.leave_agreed", "critic.leave_disputed"], "critic.ensemble > 1")
-    elif s.actor.entropy_coef == 0:
+    elif s.actor.entropy_coef == 0 and s.actor.entropy_control.target is None:
         yield from unread_problems(s, ["critic.leave_disputed"], "actor.entropy_coef != 0")
     if not s.uses_reference:
         readers = "a KL term; actor.kl_coef and algorithm.kl.coef are both 0"
@@ -170,11 +170,25 @@ def _kl(s: TrainSettings) -> Problems:
         if kl.coef > 0 and s.algorithm.reads(column):
             text = f"{part.name} compares {what}, and would not see it; give actor.kl_coef in its place"
             yield problem_at(s, "algorithm.kl.coef", text)
+    yield from _entropy(s)
     if s.actor.kl_coef == 0:
         yield from unread_problems(s, ["actor.kl_kind"], "actor.kl_coef > 0")
     elif s.actor.kl_kind == "k1":
         text = "its expected gradient is 0, which makes it no KL term; give k3, or k2, whose is the divergence's"
         yield problem_at(s, "actor.kl_kind", text)
+
+
+def _entropy(s: TrainSettings) -> Problems:
+    """Yield the conflicts of actor.entropy_control."""
+    held, coef, place = s.actor.entropy_control, s.actor.entropy_coef, "actor.entropy_control"
+    if held.target is None:
+        names = [f"{place}.{name}" for name in ("unit", "rate", "damping", "low", "high")]
+        yield from unread_problems(s, names, f"{place}.target")
+    elif held.low >= held.high:
+        yield problem_at(s, f"{place}.low", f"must be less than {place}.high = {held.high}")
+    elif not held.low <= coef <= held.high:
+        text = f"the controller begins with it: give {place}.low = {held.low} to {place}.high = {held.high}"
+        yield problem_at(s, "actor.entropy_coef", text)
 
 
 def _experts(s: TrainSettings) -> Problems:

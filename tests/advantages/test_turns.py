@@ -21,7 +21,7 @@ def turns_of(seed, rows=5, width=12):
     return rewards, values, mask, steps.cumsum(1).where(mask, -1).int()
 
 
-NAMES = ("grpo", "rloo", "opo", "gpg", "maxrl", "grpo_passk")  # whitened ones have no zeros
+NAMES = ("grpo", "rloo", "opo", "gpg", "maxrl", "grpo_passk", "lite_ppo", "qae", "pkpo")  # whitened ones have no zeros
 
 
 def lists(ids):
