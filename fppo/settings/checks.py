@@ -145,6 +145,7 @@ def _algorithm(s: TrainSettings) -> Problems:
             text = f"{part.name} traces the weights of single tokens: give rollout, with level = token"
             yield problem_at(s, "algorithm.correction.name", text)
     yield from _kl(s)
+    yield from _entropy(s)
     if source == "update" and (reasons := passes_before_update(s)):
         text = f"they are needed before the update: {'; '.join(reasons)}; give pass, or leave it out"
         yield problem_at(s, "algorithm.old_log_probs", text)
@@ -170,7 +171,6 @@ def _kl(s: TrainSettings) -> Problems:
         if kl.coef > 0 and s.algorithm.reads(column):
             text = f"{part.name} compares {what}, and would not see it; give actor.kl_coef in its place"
             yield problem_at(s, "algorithm.kl.coef", text)
-    yield from _entropy(s)
     if s.actor.kl_coef == 0:
         yield from unread_problems(s, ["actor.kl_kind"], "actor.kl_coef > 0")
     elif s.actor.kl_kind == "k1":

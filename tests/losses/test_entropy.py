@@ -85,6 +85,7 @@ def test_quantiles_are_those_of_the_sorted_tokens_however_they_are_cut(rows, wid
         assert found[f"a/p{percent}"] == pytest.approx(exact, rel=0.006, abs=2**-20)
 
 
+@pytest.mark.usefixtures("unhooked")
 def test_other_metrics_pass_through():
     report = {"a": metrics.mean(1.0)}
     assert losses.entropy_quantiles(report, "a") == report

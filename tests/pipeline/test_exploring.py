@@ -106,7 +106,7 @@ def _steps(settings, begin=None, count=3):
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_bit_for_bit(task, tmp_path):
-    control = {"target": 0.9, "unit": "start", "rate": 0.2}
+    control = {"target": 1.1, "unit": "start", "rate": 0.1}
     settings = with_settings(tiny_run.settings(task), {f"actor.entropy_control.{k}": x for k, x in control.items()})
     settings = with_settings(settings, {"actor.entropy_coef": 0.01, "actor.entropy_quantiles": True})
     whole = _steps(settings)
