@@ -240,6 +240,7 @@ class Experience(Annotated):
     returns: Tensor  # [B, T] float32
     correction_weights: Tensor | None = None  # [B, T] float32
     entropy_mask: Tensor | None = None  # [B, T] bool: the tokens whose entropy has a bonus; None: all
+    entropy_coef: Tensor | None = None  # [B] float64, one factor of the bonus; None: the objective's own
 
 
 def last_tokens(mask: Tensor) -> Tensor:

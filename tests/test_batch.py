@@ -264,6 +264,7 @@ def full(count: int, left_out: tuple[str, ...] = ()) -> Experience:
         "observed": Column([list(range(i)) for i in range(count)]),
         "named_scores": {"a": torch.randn(count, generator=g), "b.c": torch.randn(count, generator=g)},
         "entropy_mask": torch.rand(count, length, generator=g) < 0.5,
+        "entropy_coef": torch.rand(count, generator=g).double(),
         "hidden": torch.randn(count, length, 3, generator=g),
         "truth_signs": torch.randn(count, length, 2, generator=g),
     }

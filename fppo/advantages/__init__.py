@@ -10,7 +10,20 @@ from fppo.advantages.by_turn import by_turn
 from fppo.advantages.distillation import mean_reverse_kl, reverse_kl
 from fppo.advantages.ensemble import decisive, disagreement, undisputed
 from fppo.advantages.exact import GameTree, GameValues, exact_values, game_values
-from fppo.advantages.grouped import SCALES, gdpo, gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus_baseline, rloo
+from fppo.advantages.grouped import (
+    SCALES,
+    gdpo,
+    gpg,
+    grpo,
+    grpo_passk,
+    lite_ppo,
+    maxrl,
+    opo,
+    pkpo,
+    qae,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
 from fppo.advantages.process import grpo_process
 from fppo.advantages.temporal import (
     discounted_returns,
@@ -50,10 +63,13 @@ __all__ = [
     "grpo_passk",
     "grpo_process",
     "length_lam",
+    "lite_ppo",
     "maxrl",
     "mean_reverse_kl",
     "opo",
     "optimal_token_baseline",
+    "pkpo",
+    "qae",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",

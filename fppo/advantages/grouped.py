@@ -5,7 +5,7 @@ ValueError. All are constants to the gradient; results have the dtype of the sco
 nowhere, whatever its score. Equal scores within a group give exactly 0 (before any whitening), and so does the only row
 of a group: there is nothing to compare it with. Scores are equal if they differ by no more than 8 rounding errors of
 the group's largest. So a constant added to all scores of a group changes no advantage (except in maxrl, which divides
-by the mean).
+by the mean, and lite_ppo, which divides by the deviation over all groups).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fppo.advantages._common import Advantages, Centred, centre, check_rows, group_rows, span, spread
+from fppo.advantages._common import Advantages, Centred, Groups, centre, check_rows, group_rows, span, spread
 from fppo.advantages.whitening import whiten
 from fppo.losses._common import check_mask, unknown
 from fppo.shapes import Mask, RowIds, Rows
@@ -109,6 +109,78 @@ def grpo_passk(scores: Rows, mask: Mask, groups: RowIds, *, scale: str = "std") 
     only = best & present & (stats.rows > 1) & (members.reduce(best.double(), "sum") == 1)
     gap = (full - second).where(only, 0.0)
     return spread(gap / divisor(stats, scale), scores, mask)
+
+
+def lite_ppo(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
+    """(S - mean) / (std + 1e-6), with S the row's score, its group's mean, and the unbiased std of all scores of the
+    batch; arXiv:2508.08221 (Lite PPO).
+
+    So groups whose scores differ little are not blown up as by `grpo`. Meant for the mode "token-mean".
+    """
+    stats = _centre(scores, mask, groups)
+    present = mask.any(1)
+    low = scores.detach().double().where(present, torch.inf).amin(dim=0, keepdim=True) if len(scores) else scores
+    above = (scores.detach().double() - low).where(present, 0.0)
+    count = present.sum().clamp(min=1)
+    apart = (above - above.sum() / count).where(present, 0.0)
+    std = (apart.square().sum() / (count - 1).clamp(min=1)).sqrt()
+    return spread(stats.deviation / (std + _EPS), scores, mask)
+
+
+def _ranked(values: Rows, members: Groups, present: Tensor) -> tuple[Tensor, Tensor]:
+    """An order of the rows by group and, within it, by their `values`, those not `present` last; and the place at which
+    each row's group begins in it. Both int64 [B]."""
+    keys = values.where(present, torch.inf)
+    order = keys.argsort(stable=True)
+    order = order[members.group_of[order].argsort(stable=True)]
+    return order, (members.lengths.cumsum(0) - members.lengths)[members.group_of]
+
+
+def qae(scores: Rows, mask: Mask, groups: RowIds, *, quantile: float = 0.4) -> Advantages:
+    """(S - b) / (std + 1e-6), with S the row's score and b the least score of the group that at least `quantile` of its
+    scores do not exceed; std is the group's, unbiased; arXiv:2509.22611.
+
+    With scores of 0 and 1, a group of at most 1 - quantile right rows teaches by these alone, any other by its wrong
+    ones alone. A larger quantile keeps the entropy up. Raises ValueError for a quantile that is not between 0 and 1.
+    """
+    if not 0 < quantile < 1:
+        raise ValueError(f"quantile must be above 0 and below 1, got {quantile}")
+    stats, present, members = _centre(scores, mask, groups), mask.any(1), group_rows(groups)
+    if not len(scores):
+        return spread(stats.deviation, scores, mask)
+    order, begin = _ranked(stats.deviation, members, present)
+    place = (stats.rows * quantile - 1e-9).ceil().clamp(min=1).long() - 1
+    baseline = stats.deviation[order[begin + place]]
+    above = (stats.deviation - baseline).where(present, 0.0)
+    return spread(above / divisor(stats, "std"), scores, mask)
+
+
+def pkpo(scores: Rows, mask: Mask, groups: RowIds, *, k: int = 2) -> Advantages:
+    """k times the mean, over all subsets of k rows of the group with this row, of the subset's best score less the best
+    without the row; arXiv:2505.15201 (equation 33, times the rows of a group).
+
+    With n >= k rows in each group and the mode "seq-mean-token-sum", the expected gradient is exactly that of the best
+    score among k responses, for 0 and 1 pass@k; a group of fewer rows takes k = n. Raises ValueError for k < 2; k = 1
+    is `rloo`.
+    """
+    if k < 2:
+        raise ValueError(f"k must be at least 2, got {k}; for k = 1 take rloo")
+    stats, present, members = _centre(scores, mask, groups), mask.any(1), group_rows(groups)
+    order, begin = _ranked(stats.deviation, members, present)
+    rank = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device)) - begin
+    size = stats.rows.clamp(max=k)  # of a subset
+    subsets = _log_choose(stats.rows - 1, size - 1)
+    # the row is the best of a subset, and one of rank j the second: choose the size - 2 others below j
+    weight = (_log_choose(rank.double(), size - 2) - subsets).exp()
+    weight = weight.where(present & (size >= 2) & (rank >= size - 2), 0.0)
+    sums = [x[order].cumsum(0) - x[order] for x in (weight, weight * stats.deviation)]  # of those before, in this order
+    below = [x[rank + begin] - x[begin] for x in sums]
+    return spread((size * (stats.deviation * below[0] - below[1])).where(present, 0.0), scores, mask)
+
+
+def _log_choose(n: Tensor, k: Tensor) -> Tensor:
+    """The logarithm of n over k, float64, for 0 <= k <= n; not a number that counts for others."""
+    return (n + 1).lgamma() - (k.clamp(min=0) + 1).lgamma() - (n - k + 1).clamp(min=1).lgamma()
 
 
 def reinforce_plus_plus_baseline(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:

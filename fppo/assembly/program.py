@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from fppo.assembly.inputs import Inputs
 from fppo.assembly.learning import watch_of
 from fppo.assembly.rewards import Scoring
 from fppo.assembly.roles import Roles
+from fppo.fields import only
+from fppo.losses import EntropyState
+from fppo.metrics import Mean
 from fppo.models.model import Model
 from fppo.pipeline.draw import SampleGroups, SampleSaved, Saving, equal_groups, truncated
 from fppo.pipeline.gap import WatchAnnotate
@@ -27,7 +31,7 @@ from fppo.rollout.engine import Engine
 from fppo.rollout.pool import EnginePool
 from fppo.runtime.mesh import is_first
 from fppo.settings.component import value_of
-from fppo.settings.learning import AlgorithmSettings, CriticSettings
+from fppo.settings.learning import AlgorithmSettings, CriticSettings, EntropyControlSettings
 from fppo.settings.resolve import old_log_probs_source
 from fppo.settings.rollout import RolloutSettings
 from fppo.settings.tables import ESTIMATORS
@@ -79,6 +83,7 @@ def program_of(
         sample=_sample(inputs, directory, model.config.vocab_size, device),
         critic_warmup=critic.warmup_steps if algorithm.uses_critic else 0,
         pretrain=pretrain_of(critic, algorithm),
+        hold_entropy=_held(settings.actor.entropy_control),
         steps=settings.steps,
         freeze_critic=critic.freeze,
         hold=roles.hold(),
@@ -102,6 +107,13 @@ def _estimate(
         drop=[*groups, *([truncated] if dropped.truncated else [])],
         whiten=whitens(advantage_fn) if algorithm.whiten is None else algorithm.whiten,
     )
+
+
+def _held(section: EntropyControlSettings) -> Callable[[EntropyState, Mean], EntropyState] | None:
+    """The rule of the entropy bonus' controller; None if the bonus stays."""
+    if section.target is None:
+        return None
+    return partial(losses.update_entropy, **only(section, "target", "unit", "rate", "damping", "low", "high"))
 
 
 def _leaving_out(stage: EstimateStage, critic: CriticSettings) -> EstimateStage:

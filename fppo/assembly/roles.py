@@ -155,7 +155,7 @@ def make_actor(
     forward, record = passes.forward(here, tools.kernels, model), passes.record(here, model)
     terms = PolicyTerms(
         temperature=passes.temperature,
-        **only(section, "entropy_coef", "top_entropy_share", "kl_coef", "kl_kind"),
+        **only(section, "entropy_coef", "top_entropy_share", "entropy_quantiles", "kl_coef", "kl_kind"),
         nll_coef=section.positive_nll_coef,
         balance_coef=section.experts.balance_coef,
         router_z_coef=section.experts.z_coef,

@@ -38,7 +38,7 @@ from fppo.assembly.roles import Roles, make_roles
 from fppo.fields import only
 from fppo.fleet import HERE, Call, Group, Here, LocalGroup
 from fppo.key import Key
-from fppo.losses import KLState
+from fppo.losses import EntropyState, KLState
 from fppo.models.model import Model
 from fppo.pipeline.evaluate import EvaluateHeldOut, EvaluateRun
 from fppo.pipeline.games import Played
@@ -199,6 +199,7 @@ def _fresh(inputs: Inputs, roles: Roles) -> RunState:
         key=Key(s.seed),
         cursor=inputs.drawing.begin,
         pretraining=Pretraining() if pretrain_of(s.critic, s.algorithm) else None,
+        entropy=EntropyState(coef=s.actor.entropy_coef) if s.actor.entropy_control.target else None,
         bases=bases_of(roles.bases(s.model)),
     )
 

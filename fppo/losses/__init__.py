@@ -5,17 +5,43 @@ In: log-probs, old log-probs, advantages [B, T] and the mask bool [B, T], or val
 Begin with `policy.ppo_clip`; `weights` has the modes, `correction` off-policy weights, `kl` divergences.
 """
 
+from fppo.losses._common import LEVELS
 from fppo.losses.correction import (
-    LEVELS,
     REJECTIONS,
     Correction,
     geometric_mean,
     off_policy_metrics,
     rollout_correction,
 )
+from fppo.losses.entropy import EntropyState, entropy_counts, entropy_quantiles, entropy_target, update_entropy
 from fppo.losses.kl import KL_KINDS, REWARD_KINDS, KLState, kl_estimate, kl_term, sequence_kl, update_kl
-from fppo.losses.policy import cispo, dppo_kl, dppo_tv, dro, gmpo, gpg, gspo, ppo_clip, sapo, vespo
-from fppo.losses.selection import clip_cov, kl_cov, select_clip_cov, select_entropy, select_kl_cov
+from fppo.losses.policy import (
+    aspo,
+    ce_gppo,
+    cispo,
+    dcpo,
+    dppo_kl,
+    dppo_tv,
+    dro,
+    drpo,
+    gmpo,
+    gpg,
+    gspo,
+    opsm,
+    ppo_clip,
+    sapo,
+    topr,
+    vespo,
+)
+from fppo.losses.selection import (
+    clip_cov,
+    kl_cov,
+    m2po,
+    select_clip_cov,
+    select_entropy,
+    select_kl_cov,
+    select_m2po,
+)
 from fppo.losses.value import (
     ValueHead,
     binned_values,
@@ -34,9 +60,8 @@ from fppo.losses.value import (
 )
 from fppo.losses.weights import MODES, Totals, count_totals, loss_weights, positive_weights
 
-POLICY_LOSSES = {  # by name: those that need no selection of tokens
-    fn.__name__: fn for fn in (ppo_clip, gspo, sapo, gpg, cispo, gmpo, dppo_tv, dppo_kl, dro, vespo)
-}
+_ALONE = (ppo_clip, gspo, sapo, gpg, cispo, gmpo, dppo_tv, dppo_kl, dro, vespo, dcpo, ce_gppo, aspo, drpo, opsm, topr)
+POLICY_LOSSES = {fn.__name__: fn for fn in _ALONE}  # by name: those that need no selection of tokens
 
 __all__ = [
     "KL_KINDS",
@@ -46,16 +71,24 @@ __all__ = [
     "REJECTIONS",
     "REWARD_KINDS",
     "Correction",
+    "EntropyState",
     "KLState",
     "Totals",
     "ValueHead",
+    "aspo",
     "binned_values",
+    "ce_gppo",
     "cispo",
     "clip_cov",
     "count_totals",
+    "dcpo",
     "dppo_kl",
     "dppo_tv",
     "dro",
+    "drpo",
+    "entropy_counts",
+    "entropy_quantiles",
+    "entropy_target",
     "geometric_mean",
     "gmpo",
     "gpg",
@@ -68,9 +101,11 @@ __all__ = [
     "kl_estimate",
     "kl_term",
     "loss_weights",
+    "m2po",
     "mean_of_quantiles",
     "mse_head",
     "off_policy_metrics",
+    "opsm",
     "placed_values",
     "positive_weights",
     "ppo_clip",
@@ -81,9 +116,12 @@ __all__ = [
     "select_clip_cov",
     "select_entropy",
     "select_kl_cov",
+    "select_m2po",
     "sequence_kl",
+    "topr",
     "two_hot",
     "two_hot_head",
+    "update_entropy",
     "update_kl",
     "value_loss",
     "vespo",

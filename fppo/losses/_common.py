@@ -11,6 +11,7 @@ from torch import Tensor
 from fppo._errors import nearest
 from fppo.shapes import Mask, Rows, Tokens
 
+LEVELS = ("token", "sequence")  # of ratios: each token's, or the product over its row
 LOG_RATIO_BOUND = 20.0  # exp(20) squared is still finite in float32
 
 

@@ -13,11 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fppo.losses._common import LOG_RATIO_BOUND, check_tokens, clean, row_mean, unknown
+from fppo.losses._common import LEVELS, LOG_RATIO_BOUND, check_tokens, clean, row_mean, unknown
 from fppo.metrics import Mean, Metrics, masked_max, masked_mean, masked_min, mean
 from fppo.shapes import Mask, Rows, Tokens
 
-LEVELS = ("token", "sequence")
 REJECTIONS = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
     *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),

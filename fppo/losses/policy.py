@@ -13,9 +13,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fppo.losses._common import clean_inputs, clip, log_ratio, positive, positive_all, row_counts, row_mean, scalar
+from fppo.losses._common import (
+    LEVELS,
+    clean_inputs,
+    clip,
+    log_ratio,
+    positive,
+    positive_all,
+    row_counts,
+    row_mean,
+    scalar,
+    unknown,
+)
 from fppo.metrics import Metrics, masked_mean
 from fppo.shapes import Mask, Scalar, Tokens
+
+
+def _above_one(name: str, value: Scalar) -> None:
+    if not isinstance(value, Tensor) and not value > 1:
+        raise ValueError(f"{name} must be > 1 (it bounds the ratio of actions that got worse), got {value}")
 
 
 def ppo_clip(
@@ -34,8 +50,8 @@ def ppo_clip(
     must be > 1.
     """
     positive_all(clip_low=clip_low, clip_high=clip_high)
-    if dual_clip is not None and not isinstance(dual_clip, Tensor) and not dual_clip > 1:
-        raise ValueError(f"dual_clip must be > 1 (it bounds the ratio of actions that got worse), got {dual_clip}")
+    if dual_clip is not None:
+        _above_one("dual_clip", dual_clip)
     log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
     delta = log_ratio(log_probs, old_log_probs)
     ratio = delta.exp()
@@ -277,3 +293,185 @@ def vespo(
         "actor/ppo_kl": masked_mean(-delta, mask),
     }
     return (-adv * weight * log_probs).where(mask, 0.0), metrics
+
+
+def dcpo(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
+    *,
+    clip_low: Scalar = 0.1,
+    clip_high: Scalar = 0.2,
+    max_ratio: Scalar = 10.0,
+) -> tuple[Tokens, Metrics]:
+    """PPO's clipped loss with bounds of each token's own, wider for a token of low old probability q.
+
+    They are (1 + sqrt(max(0, 1 - 4 clip_low / q))) / 2 below, and (1 + sqrt(1 + 4 clip_high / q)) / 2 above, at most
+    `max_ratio`; the loss is at most -A max_ratio where A < 0. So (r - 1) r q, and not r - 1, stays between -clip_low
+    and clip_high. DCPO (arXiv:2509.02333); defaults are those of its code. Its smoothed advantages need the scores of
+    earlier steps and are not here. Meant for the mode "seq-mean-token-mean".
+    """
+    positive_all(clip_low=clip_low, clip_high=clip_high, max_ratio=max_ratio)
+    _above_one("max_ratio", max_ratio)
+    _, old, _ = clean_inputs(log_probs, old_log_probs, advantages, mask)
+    inverse = (-old.detach()).exp()  # 1 / q
+    low = (1 - 4 * scalar(clip_low, inverse) * inverse).clamp(min=0).sqrt()
+    high = (1 + 4 * scalar(clip_high, inverse) * inverse).sqrt()
+    above = torch.minimum((1 + high) / 2, scalar(max_ratio, high))
+    below = (1 - low) / 2
+    return ppo_clip(
+        log_probs, old_log_probs, advantages, mask, clip_low=below, clip_high=above - 1, dual_clip=max_ratio
+    )
+
+
+def ce_gppo(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
+    *,
+    clip_low: Scalar | Tokens = 0.2,
+    clip_high: Scalar | Tokens = 0.2,
+    beta_low: Scalar = 0.75,
+    beta_high: Scalar = 1.0,
+) -> tuple[Tokens, Metrics]:
+    """-A r, but where PPO clips -A beta times its bound, with the gradient of that size: a clipped token keeps some.
+
+    With sg() constant, the loss is -A beta_low (1 - clip_low) r / sg(r) where A < 0 and r < 1 - clip_low, and
+    -A beta_high (1 + clip_high) r / sg(r) where A > 0 and r > 1 + clip_high. A larger `beta_high` keeps the entropy
+    up, a larger `beta_low` brings it down. CE-GPPO (arXiv:2509.20712); with both 1 GPPO (arXiv:2508.07629).
+    """
+    positive_all(clip_low=clip_low, clip_high=clip_high)
+    log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
+    delta = log_ratio(log_probs, old_log_probs)
+    ratio = delta.exp()
+    held = ratio.detach()
+    low, high = scalar(1 - clip_low, held), scalar(1 + clip_high, held)
+    below, above = (held < low) & (adv < 0), (held > high) & (adv > 0)
+    weight = torch.where(below, scalar(beta_low, held) * low / held, 1.0)
+    weight = torch.where(above, scalar(beta_high, held) * high / held, weight)
+    metrics: Metrics = {
+        "actor/pg_clipfrac": masked_mean(below | above, mask),
+        "actor/ppo_kl": masked_mean(-delta, mask),
+    }
+    return (-adv * weight * ratio).where(mask, 0.0), metrics
+
+
+def aspo(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
+    *,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.2,
+    max_ratio: Scalar = 3.0,
+) -> tuple[Tokens, Metrics]:
+    """PPO's clipped loss where A <= 0; elsewhere tokens weigh 1 / r in place of r, so that unlikely ones learn most.
+
+    Where A > 0, the value is -A min(1 / r, max_ratio), with the gradient of that times log_probs, and both are 0 once
+    r > 1 + clip_high. ASPO (arXiv:2510.06062), which names no number for `max_ratio`.
+    """
+    positive_all(clip_low=clip_low, clip_high=clip_high, max_ratio=max_ratio)
+    log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
+    delta = log_ratio(log_probs, old_log_probs)
+    ratio, up = delta.exp(), adv > 0
+    done = up & (ratio.detach() > scalar(1 + clip_high, ratio))
+    flipped = torch.minimum((-delta.detach()).exp(), scalar(max_ratio, ratio)).where(~done, 0.0)
+    plain, clipped = -adv * ratio, -adv * clip(ratio, 1 - clip_low, 1 + clip_high)
+    loss = torch.where(up, -adv * flipped * (log_probs - log_probs.detach()).exp(), torch.maximum(plain, clipped))
+    metrics: Metrics = {
+        "actor/pg_clipfrac": masked_mean(torch.where(up, done, clipped > plain), mask),
+        "actor/ppo_kl": masked_mean(-delta, mask),
+    }
+    return loss.where(mask, 0.0), metrics
+
+
+def drpo(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
+    *,
+    clip_low: Scalar = 12.5,
+    clip_high: Scalar = 12.5,
+) -> tuple[Tokens, Metrics]:
+    """-A r + |A| q (r - 1)^2 / (2 bound), q the token's old probability: the trust region of `dppo_tv`, but smooth.
+
+    The bound is clip_high where A > 0, else clip_low. The gradient is that of -A r times 1 - (p - q) / bound where
+    A > 0, and 1 + (p - q) / bound elsewhere, with p the new probability: it changes sign once p has moved by the bound
+    in the advantage's direction. DRPO (arXiv:2606.09821), whose 12.5 is no bound, but a weak pull: no probability
+    moves by more than 1. "actor/pg_clipfrac" is the share of tokens beyond the bound.
+    """
+    positive_all(clip_low=clip_low, clip_high=clip_high)
+    log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
+    delta = log_ratio(log_probs, old_log_probs)
+    ratio, old = delta.exp(), old_log_probs.detach().exp()
+    bound = torch.where(adv > 0, scalar(clip_high, adv), scalar(clip_low, adv))
+    pull = adv.abs() * old * (ratio - 1).square() / (2 * bound)
+    moved = log_probs.detach().exp() - old
+    metrics: Metrics = {
+        "actor/pg_clipfrac": masked_mean(torch.where(adv > 0, moved > bound, moved < -bound), mask),
+        "actor/ppo_kl": masked_mean(-delta, mask),
+    }
+    return (pull - adv * ratio).where(mask, 0.0), metrics
+
+
+def opsm(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
+    *,
+    clip_low: Scalar | Tokens = 0.2,
+    clip_high: Scalar | Tokens = 0.2,
+    max_kl: Scalar = 0.1,
+) -> tuple[Tokens, Metrics]:
+    """PPO's clipped loss, without dual clip, and 0 at tokens with A < 0 of rows that are far off the policy.
+
+    Those are rows whose mean over tokens of old_log_probs - log_probs exceeds `max_kl`. Their tokens stay in the
+    denominator. Off-policy sequence masking of DeepSeek-V3.2 (arXiv:2512.02556), where old log-probs are the engine's
+    (algorithm.old_log_probs = "engine"). It names no `max_kl`; the default of slime is 1e-4.
+    "actor/pg_clipfrac_lower" is the share of tokens that are masked.
+    """
+    positive("max_kl", max_kl)
+    batch = (log_probs, old_log_probs, advantages, mask)
+    loss, metrics = ppo_clip(*batch, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
+    log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
+    apart = row_mean((old_log_probs - log_probs).detach(), mask)[..., None]
+    gone = (adv < 0) & (apart > scalar(max_kl, apart))
+    return loss.where(~gone, 0.0), metrics | {"actor/pg_clipfrac_lower": masked_mean(gone, mask)}
+
+
+def topr(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
+    *,
+    level: str = "sequence",
+    low: Scalar = 0.0,
+    high: Scalar = 1.0,
+) -> tuple[Tokens, Metrics]:
+    """-A log_probs where A > 0, and -A clip(w, low, high) log_probs elsewhere, with the ratio w held constant.
+
+    w is the row's ratio at the `level` "sequence" (the product of its tokens', as in the paper), and r at "token" (as
+    in ROLL and Trinity-RFT). So good responses are imitated, however old, and bad ones are left alone once they are
+    unlikely. TOPR (arXiv:2503.14286), meant for advantages that are above 0 for right responses alone, and for the mode
+    "seq-mean-token-sum". "actor/pg_clipfrac" is the share of tokens with A <= 0 whose w is out of bounds.
+    Raises ValueError for another level.
+    """
+    if level not in LEVELS:
+        unknown("level", level, LEVELS)
+    log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
+    delta = log_ratio(log_probs, old_log_probs, bound=None).detach()
+    if level == "sequence":
+        delta = delta.where(mask, 0.0).sum(-1, keepdim=True).expand_as(adv)
+    ratio, up = delta.clamp(-20.0, 20.0).exp(), adv > 0
+    tapered = clip(ratio, low, high)
+    metrics: Metrics = {
+        "actor/pg_clipfrac": masked_mean(~up & (tapered != ratio), mask),
+        "actor/ppo_kl": masked_mean(-log_ratio(log_probs, old_log_probs), mask),
+    }
+    return (-adv * torch.where(up, 1.0, tapered) * log_probs).where(mask, 0.0), metrics

@@ -1,8 +1,8 @@
-"""Losses with a rule of their own for the tokens of highest covariance, and the selection of those tokens.
+"""Losses with a rule of their own for some tokens of a mini-batch, and the selection of those tokens.
 
-Clip-Cov and KL-Cov (arXiv:2505.22617). The selection is made once over the whole mini-batch, before it is split, and
-passed to the loss: within a micro-batch it would depend on the split. Shapes, dtypes and errors are those of
-`fppo.losses.policy`.
+Clip-Cov and KL-Cov (arXiv:2505.22617) select by covariance, M2PO (arXiv:2510.01161) by ratios. The selection is made
+once over the whole mini-batch, before it is split, and passed to the loss: within a micro-batch it would depend on the
+split. Shapes, dtypes and errors are those of `fppo.losses.policy`.
 """
 
 from __future__ import annotations
@@ -88,6 +88,31 @@ def select_kl_cov(
     return _smallest(mask, (noise.double(), -cov), _quota(mask, ratio))
 
 
+def select_m2po(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
+    *,
+    noise: Tokens,
+    threshold: Scalar = 0.04,
+) -> Mask:
+    """The tokens whose loss `m2po` drops, bool [B, T]: as few as leave a mean of (log r)^2 of at most `threshold`.
+
+    They are those of the largest (log r)^2, of all tokens but one at most. All tensors cover the whole mini-batch.
+    `noise` [B, T] decides between equal ratios; `advantages` have no effect. M2PO (arXiv:2510.01161), as in AReaL: its
+    authors' code counts only the tokens that PPO might clip.
+    """
+    positive("threshold", threshold)
+    check_tokens(mask, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, noise=noise)
+    new, old = clean(mask, log_probs.detach().double(), old_log_probs.detach().double())
+    moment = (new - old).square()
+    ascending = moment.where(mask, torch.inf).flatten().sort().values
+    means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=mask.device)
+    kept = (means <= scalar(threshold, means)).sum().clamp(min=1)
+    return _smallest(mask, (noise.double(), -moment), mask.sum() - kept)
+
+
 def select_entropy(entropy: Tokens, mask: Mask, *, noise: Tokens, share: Scalar) -> Mask:
     """The max(1, share * tokens) of highest `entropy`, bool [B, T], to which Wang et al. (2025, arXiv:2506.01939,
     equation 5) bound the policy loss: the tokens at which a response may fork.
@@ -139,6 +164,24 @@ def clip_cov(
         "actor/ppo_kl": masked_mean(-delta, mask),
     }
     return loss.where(mask & ~selected, 0.0), metrics
+
+
+def m2po(
+    log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Mask, *, selected: Mask
+) -> tuple[Tokens, Metrics]:
+    """-A r, and 0 on the `selected` tokens (bool [B, T], from `select_m2po`), which stay in the denominator.
+
+    M2PO (arXiv:2510.01161), for batches from policies of many updates ago. "actor/pg_clipfrac" is the fraction of
+    selected tokens.
+    """
+    _check_selected(selected, mask)
+    log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
+    delta = log_ratio(log_probs, old_log_probs)
+    metrics: Metrics = {
+        "actor/pg_clipfrac": masked_mean(selected, mask),
+        "actor/ppo_kl": masked_mean(-delta, mask),
+    }
+    return (-adv * delta.exp()).where(mask & ~selected, 0.0), metrics
 
 
 def kl_cov(

@@ -11,8 +11,8 @@ from fppo import metrics
 from fppo.batch import Annotated, Experience, Prompts, Rollout, Scored
 from fppo.data.cursor import DataCursor, at_step
 from fppo.key import Key
-from fppo.losses import KLState
-from fppo.metrics import Metrics
+from fppo.losses import EntropyState, KLState
+from fppo.metrics import Mean, Metrics
 from fppo.pipeline.checks import check_stages
 from fppo.pipeline.pretrain import Pretrain, Pretraining
 from fppo.pipeline.timing import timed
@@ -43,6 +43,7 @@ class RunState:
     cursor: DataCursor = attrs.field(factory=DataCursor)
     step: int = 0
     pretraining: Pretraining | None = None
+    entropy: EntropyState | None = None  # the controller of the entropy bonus
     bases: dict[str, Base] | None = None  # by role, for roles trained by adapters
     ahead: tuple[Waiting, ...] = ()  # the batches of the next steps: see pipeline.ahead
 
@@ -162,6 +163,7 @@ class Program:
     sample: SampleStage = attrs.field(factory=SampleBatch)
     critic_warmup: int = 0  # steps at the start that train the critic alone
     pretrain: Pretrain | None = None  # instead of that number, as long as it helps
+    hold_entropy: Callable[[EntropyState, Mean], EntropyState] | None = None  # by a step's entropy
     steps: int | None = None  # of the whole run, for states with a clock (`steps.clock`)
     freeze_critic: bool = False  # from the policy's first update on
     together: Together | None = None  # how the updates of actor and critic run; None: one after the other

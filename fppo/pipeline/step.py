@@ -14,6 +14,7 @@ from fppo.batch import Experience, Scored
 from fppo.data.cursor import DataCursor
 from fppo.metrics import Metrics
 from fppo.pipeline.checks import disagreements
+from fppo.pipeline.exploring import explored, with_bonus
 from fppo.pipeline.pretrain import pretrain
 from fppo.pipeline.program import Draw, Program, RunState
 from fppo.pipeline.timing import timed
@@ -34,17 +35,17 @@ def ppo_step(
     gives up the memory of `run`'s actor and critic. rollout/lag is how many updates the policy has had since it
     sampled.
 
-    Raises ValueError for a run with a critic whose program never updates it, for one of `program.pretrain` and
-    `run.pretraining` without the other, and for stages with fields that contradict each other (`checks.disagreements`).
-    Raises RunFailed, a ValueError, if all of a model's first updates were skipped.
+    Raises ValueError for a run with a critic whose program never updates it, for a state without its rule or a rule
+    without its state (`run.pretraining` and `program.pretrain`, `run.entropy` and `program.hold_entropy`), and for
+    stages with fields that contradict each other (`checks.disagreements`). Raises RunFailed, a ValueError, if all of a
+    model's first updates were skipped.
     """
     stages = {name: getattr(program, name) for name in ("rollout", "annotate", "estimate", "update_actor")}
     if wrong := disagreements(**stages):
         raise ValueError("\n".join(wrong))
     if run.critic is not None and program.update_critic is None:
         raise ValueError("the run has a critic, but the program has no update_critic: it would never learn")
-    if (run.pretraining is None) != (program.pretrain is None):
-        raise ValueError("RunState.pretraining and Program.pretrain belong together: give Pretraining() and its rule")
+    _check_pairs(run, program)
     if run.ahead:
         scored, cursor, sampled = run.ahead[0].batch(), run.cursor, run.ahead[0].metrics
     else:
@@ -63,7 +64,8 @@ def ppo_step(
         "critic": (_timed(run.critic, run, program), program.update_critic),
         "actor": (_timed(run.actor, run, program), program.update_actor),
     }
-    of_role = {"critic": experience, "actor": replace(experience, hidden=None, truth_signs=None)}  # unread by the actor
+    of_actor = replace(experience, hidden=None, truth_signs=None)  # unread by the actor
+    of_role = {"critic": experience, "actor": with_bonus(of_actor, run.entropy)}
     work = {
         role: partial(timed(f"update_{role}", update), state, of_role[role], key=key.fold(role), donate=donate)
         for role, (state, update) in updates.items()
@@ -75,13 +77,24 @@ def ppo_step(
             done[role] = do()
     before = {"critic": run.critic, "actor": run.actor}
     critic, actor = (_untimed(done[role][0]) if role in done else state for role, state in before.items())
-    after = replace(run, actor=actor, critic=critic, kl=kl, pretraining=progress)
+    updated = {role: report for role, (_, report) in done.items()}
+    entropy, held = explored(run.entropy, updated.get("actor"), rule=program.hold_entropy)
+    after = replace(run, actor=actor, critic=critic, kl=kl, pretraining=progress, entropy=entropy)
     after = replace(after, cursor=cursor, step=run.step + 1, ahead=run.ahead[1:])
     for role, (state, _) in updates.items():
         if role in done and state is not None:
-            check_updates(role, state.step, after, done[role][1])
-    updated = [report for _, report in done.values()]
-    return after, experience, metrics.merge(sampled, aged, noted, estimated, pretrained, *updated)
+            check_updates(role, state.step, after, updated[role])
+    return after, experience, metrics.merge(sampled, aged, noted, estimated, pretrained, held, *updated.values())
+
+
+def _check_pairs(run: RunState, program: Program) -> None:
+    """Raise ValueError for a state without its rule in the program, or a rule without its state."""
+    if (run.pretraining is None) != (program.pretrain is None):
+        raise ValueError("RunState.pretraining and Program.pretrain belong together: give Pretraining() and its rule")
+    if (run.entropy is None) != (program.hold_entropy is None):
+        raise ValueError(
+            "RunState.entropy and Program.hold_entropy belong together: give EntropyState(coef=...) and its rule"
+        )
 
 
 def _timed(state: TrainState | None, run: RunState, program: Program) -> TrainState | None:

@@ -97,7 +97,7 @@ def _model(s: TrainSettings) -> Problems:
         yield problem_at(s, "critic.ensemble", text)
     if s.critic.ensemble == 1:
         yield from unread_problems(s, ["critic.leave_agreed", "critic.leave_disputed"], "critic.ensemble > 1")
-    elif s.actor.entropy_coef == 0:
+    elif s.actor.entropy_coef == 0 and s.actor.entropy_control.target is None:
         yield from unread_problems(s, ["critic.leave_disputed"], "actor.entropy_coef != 0")
     if not s.uses_reference:
         readers = "a KL term; actor.kl_coef and algorithm.kl.coef are both 0"
@@ -146,6 +146,7 @@ def _algorithm(s: TrainSettings) -> Problems:
             text = f"{part.name} traces the weights of single tokens: give rollout, with level = token"
             yield problem_at(s, "algorithm.correction.name", text)
     yield from _kl(s)
+    yield from _entropy(s)
     if source == "update" and (reasons := passes_before_update(s)):
         text = f"they are needed before the update: {'; '.join(reasons)}; give pass, or leave it out"
         yield problem_at(s, "algorithm.old_log_probs", text)
@@ -176,6 +177,19 @@ def _kl(s: TrainSettings) -> Problems:
     elif s.actor.kl_kind == "k1":
         text = "its expected gradient is 0, which makes it no KL term; give k3, or k2, whose is the divergence's"
         yield problem_at(s, "actor.kl_kind", text)
+
+
+def _entropy(s: TrainSettings) -> Problems:
+    """Yield the conflicts of actor.entropy_control."""
+    held, coef, place = s.actor.entropy_control, s.actor.entropy_coef, "actor.entropy_control"
+    if held.target is None:
+        names = [f"{place}.{name}" for name in ("unit", "rate", "damping", "low", "high")]
+        yield from unread_problems(s, names, f"{place}.target")
+    elif held.low >= held.high:
+        yield problem_at(s, f"{place}.low", f"must be less than {place}.high = {held.high}")
+    elif not held.low <= coef <= held.high:
+        text = f"the controller begins with it: give {place}.low = {held.low} to {place}.high = {held.high}"
+        yield problem_at(s, "actor.entropy_coef", text)
 
 
 def _experts(s: TrainSettings) -> Problems:

@@ -127,6 +127,24 @@ class ExpertSettings:
 
 
 @attrs.frozen(kw_only=True)
+class EntropyControlSettings:
+    """A controller that moves entropy_coef so that the policy keeps an entropy."""
+
+    target: float | None = setting(None, above(0))
+    """The entropy per token to hold, in nats or as a part of the first step's (unit); None: entropy_coef stays."""
+    unit: Literal["nats", "start"] = setting("nats")
+    """What target is in: nats, or parts of the entropy of the first step."""
+    rate: float = setting(0.01, above(0))
+    """How far entropy_coef moves in a step for an entropy that lacks all of the target."""
+    damping: float = setting(5.0, at_least(0))
+    """How much more it moves for a change of the entropy, against swings."""
+    low: float = setting(0.0)
+    """The least entropy_coef; below 0 it may be a penalty."""
+    high: float = setting(0.1)
+    """The largest entropy_coef."""
+
+
+@attrs.frozen(kw_only=True)
 class LossSettings:
     """The policy loss, and any of its keywords."""
 
@@ -197,7 +215,11 @@ class ActorSettings(UpdateSettings):
     loss: LossSettings = setting(LossSettings)
     """The policy loss."""
     entropy_coef: float = setting(0.0)
-    """The factor of the entropy bonus."""
+    """The factor of the entropy bonus; with entropy_control.target that of the first step."""
+    entropy_control: EntropyControlSettings = setting(EntropyControlSettings)
+    """A controller that moves entropy_coef so that the policy keeps an entropy."""
+    entropy_quantiles: bool = setting(False)
+    """Report the entropy that 10, 50 and 90 % of a mini-batch's tokens do not exceed."""
     top_entropy_share: float = setting(1.0, above(0), at_most(1))
     """The share of a mini-batch's tokens, those of highest entropy, that the policy loss is of; 1: all."""
     kl_coef: float = setting(0.0, at_least(0))

@@ -12,14 +12,16 @@ _LOSSES, _SELECTION = "fppo.losses.policy", "fppo.losses.selection"
 
 POLICY_LOSSES: Functions = {  # the loss, and what selects tokens from a mini-batch for it
     **{name: (f"{_LOSSES}:{name}",) for name in ("ppo_clip", "gspo", "sapo", "gpg", "cispo", "gmpo")},
-    **{name: (f"{_SELECTION}:{name}", f"{_SELECTION}:select_{name}") for name in ("clip_cov", "kl_cov")},
-    **{name: (f"{_LOSSES}:{name}",) for name in ("dppo_tv", "dppo_kl", "dro", "vespo")},
+    **{name: (f"{_SELECTION}:{name}", f"{_SELECTION}:select_{name}") for name in ("clip_cov", "kl_cov", "m2po")},
+    **{name: (f"{_LOSSES}:{name}",) for name in ("dppo_tv", "dppo_kl", "dro", "vespo", "dcpo", "ce_gppo")},
+    **{name: (f"{_LOSSES}:{name}",) for name in ("aspo", "drpo", "opsm", "topr")},
 }
 _GROUPED, _TEMPORAL = (f"fppo.advantages.{module}" for module in ("grouped", "temporal"))
 ESTIMATORS: Functions = {  # of columns of the batch, by their names
     "gae": (f"{_TEMPORAL}:gae",),
     **{name: (f"{_TEMPORAL}:{name}",) for name in ("turn_gae", "td", "vtrace")},
     **{name: (f"{_GROUPED}:{name}",) for name in ("grpo", "maxrl", "rloo", "opo", "gpg", "grpo_passk", "gdpo")},
+    **{name: (f"{_GROUPED}:{name}",) for name in ("pkpo", "qae", "lite_ppo")},
     "grpo_process": ("fppo.advantages.process:grpo_process",),
     "reinforce_plus_plus_baseline": (f"{_GROUPED}:reinforce_plus_plus_baseline",),
     "optimal_token_baseline": ("fppo.advantages.token_baseline:optimal_token_baseline",),

@@ -53,12 +53,14 @@ class PolicyTerms:
     bonus; `kl_coef` and `kl_kind` (`losses.kl_term`) the KL term to the reference; `nll_coef` the negative
     log-likelihood of responses with a positive outcome (`losses.positive_weights`). `balance_coef` weighs the loss for
     equal loads of experts, `router_z_coef` the loss for small router logits (`experts.RouterLosses`).
-    `top_entropy_share` is the share of a mini-batch's tokens that have a policy loss (`losses.select_entropy`).
+    `top_entropy_share` is the share of a mini-batch's tokens that have a policy loss (`losses.select_entropy`). With
+    `entropy_quantiles` those of each mini-batch's entropies are reported.
     """
 
     temperature: float = 1.0
     entropy_coef: float = 0.0
     top_entropy_share: float = 1.0
+    entropy_quantiles: bool = False
     kl_coef: float = 0.0
     kl_kind: str = "k3"
     nll_coef: float = 0.0
@@ -112,15 +114,18 @@ class PolicyObjective:
         if rows.correction_weights is not None:
             policy = policy * rows.correction_weights.where(mask, 0.0)
         summed = {"actor/pg_loss": policy}
-        if terms.entropy_coef:
+        if terms.entropy_coef or rows.entropy_coef is not None:
             explored = out.entropy if rows.entropy_mask is None else out.entropy.where(rows.entropy_mask, 0.0)
-            summed["actor/entropy_loss"] = -terms.entropy_coef * explored
+            coef = terms.entropy_coef if rows.entropy_coef is None else rows.entropy_coef[:, None].to(explored)
+            summed["actor/entropy_loss"] = -coef * explored
         if terms.kl_coef:
             assert rows.ref_log_probs is not None
             correction = rows.correction_weights
             kl = losses.kl_term(out.log_probs, old, rows.ref_log_probs, terms.kl_kind, mask=mask, correction=correction)
             summed["actor/kl_loss"] = terms.kl_coef * kl
         report = report | {"actor/entropy": metrics.masked_mean(out.entropy, mask)}
+        if terms.entropy_quantiles:
+            report["actor/entropy/counts"] = losses.entropy_counts(out.entropy, mask)
         loss, sums = weighted_sum(summed, weights)
         if terms.nll_coef:
             assert isinstance(rows, PreparedRows)
@@ -137,9 +142,10 @@ class UpdateActor:
     A mini-batch's objective is sum(weights * (policy loss * correction - entropy_coef * entropy + kl_coef * KL to the
     reference)), with weights [B, T] from `losses.loss_weights` over the whole mini-batch, plus nll_coef * the mean of
     -log-prob over tokens of responses with a positive outcome (VAPO, arXiv:2504.05118). The KL term has its tokens'
-    importance weights, and those of the rows' correction (`losses.kl_term`). Tokens outside the batch's `entropy_mask`
-    have no entropy bonus, and those outside the `top_entropy_share` no policy loss; that of the others is not raised in
-    return. `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss with its scalars bound.
+    importance weights, and those of the rows' correction (`losses.kl_term`). A batch's own `entropy_coef` takes the
+    place of the terms'. Tokens outside the batch's `entropy_mask` have no entropy bonus, and those outside the
+    `top_entropy_share` no policy loss; that of the others is not raised in return.
+    `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss with its scalars bound.
 
     `old_log_probs` is the source of the old log-probs. "pass": those of a pass before the update. "engine": the
     engine's; `rollout_gap` is then reported for the first mini-batch, whose pass runs the policy before the update.
@@ -191,6 +197,7 @@ class UpdateActor:
             outputs=("log_probs", "entropy", *(("loads",) if reports_loads(self.forward.model) else ())),
             temperature=terms.temperature,
             prepare=self._prepared if prepares else None,
+            settle=partial(losses.entropy_quantiles, name="actor/entropy") if terms.entropy_quantiles else None,
             balance_coef=terms.balance_coef,
             router_z_coef=terms.router_z_coef,
             first=_gap_of if self.old_log_probs in ("engine", "update") else None,

@@ -127,8 +127,9 @@ class Objective:
     gets the `outputs` of a pass at this `temperature`, and the rows' weights [b, T] (`weighted_sum`). `prepare(params,
     mini_batch, *, forward)` may read the whole mini-batch before its passes, and returns this rank's rows with more
     columns. With a coefficient above 0 the losses of the model's routers are added to those of all passes
-    (`experts.RouterLosses`). `first(out, rows)` returns further metrics from the first mini-batch's passes alone, whose
-    parameters are those before the update.
+    (`experts.RouterLosses`). `settle` changes a mini-batch's metrics once they are summed over passes and ranks.
+    `first(out, rows)` returns further metrics from the first mini-batch's passes alone, whose parameters are those
+    before the update.
     """
 
     loss: Callable[[TokenOutputs, Any, Tensor], tuple[Tensor, Metrics]]
@@ -138,6 +139,7 @@ class Objective:
     balance_coef: float = 0.0
     router_z_coef: float = 0.0
     first: Callable[[TokenOutputs, Any], Metrics] | None = None
+    settle: Callable[[Metrics], Metrics] | None = None
 
     def routers(self, mini: MiniBatch, forward: Forward) -> RouterLosses | None:
         """The losses of routers in the passes of a mini-batch."""
@@ -260,6 +262,7 @@ def update(
         if mini.shares_tokens:
             report |= saved_work(forward.model, mini.masks, mini.micro_batches, prefix)
         report, loads = split_loads(metrics.settled(data_metrics(report, mesh)), prefix, forward.model.routers)
+        report = report if objective.settle is None else objective.settle(report)
         state = state if donate or history else tree.copy(state)
         turn = loop.turn(len(history), count)
         state, stepped = _stepped(state, gradient_sum(grads, mesh), loads, optimizer, mesh, forward.model, turn, loop)

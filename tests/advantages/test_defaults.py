@@ -37,6 +37,8 @@ def test_defaults_are_those_that_are_documented():
         "grpo_process": {"scale": "std"},
         "length_lam": {"alpha": 0.05},
         "opo": {"leave_one_out": False},
+        "pkpo": {"k": 2},
+        "qae": {"quantile": 0.4},
         "optimal_token_baseline": {"correction": None, "leave_one_out": False},
         "reinforce_plus_plus": {"gamma": 1.0},
         "reverse_kl": {
@@ -71,6 +73,7 @@ MORE = {"td": {"steps": 2}, "token_rewards": {"kl_coef": 0.5}, "reverse_kl": {"s
     "name",
     [
         *("grpo", "maxrl", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+        *("lite_ppo", "pkpo", "qae"),
         *("remax", "gae", "turn_gae", "turn_returns", "td", "vtrace", "optimal_token_baseline", "reverse_kl"),
         *("grpo_process", "mean_reverse_kl", "discounted_returns", "token_rewards", "whiten"),
     ],

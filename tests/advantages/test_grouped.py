@@ -1,4 +1,5 @@
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -6,7 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fppo import advantages
-from fppo.advantages import gdpo, gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus_baseline, rloo
+from fppo.advantages import (
+    gdpo,
+    gpg,
+    grpo,
+    grpo_passk,
+    lite_ppo,
+    maxrl,
+    opo,
+    pkpo,
+    qae,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
 from fppo.laws import references
 from tests.advantages._data import cases, close, spoil
 
@@ -19,6 +32,10 @@ ESTIMATORS = {
     "gpg": gpg,
     "grpo_passk": grpo_passk,
     "grpo_passk without std": partial(grpo_passk, scale="none"),
+    "lite_ppo": lite_ppo,
+    "qae": qae,
+    "pkpo": pkpo,
+    "pkpo of 3": partial(pkpo, k=3),
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "gdpo": lambda s, m, g: gdpo({"a": s, "b": -s.abs()}, m, g, weights={"a": 1.0, "b": 0.5}),
 }
@@ -37,6 +54,11 @@ DEFINED = {
     "gpg": {},
     "grpo_passk": {},
     "grpo_passk without std": {"scale": "none"},
+    "lite_ppo": {},
+    "qae": {},
+    "qae of 3 in 4": {"quantile": 0.75},
+    "pkpo": {},
+    "pkpo of 3": {"k": 3},
     "reinforce_plus_plus_baseline": {},
 }
 
@@ -112,13 +134,16 @@ def test_a_row_without_another_to_compare_with_has_no_advantage(name, case, shif
     result, plain = (fn(x, case.mask, case.groups).advantages for x in (scores, case.scores))
     if name not in WHITENS:
         assert not result[alone].any()
-    if name != "gpg":  # which counts the scores that are 0
+    if name not in ("gpg", "lite_ppo"):  # which look at all scores of the batch
         close(result, plain, 1e-9)
     everyone = fn(scores, case.mask, torch.arange(len(case.groups))).advantages
     assert not everyone.any()
 
 
-@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ("maxrl", "gpg")])  # of ratios of scores
+OF_RATIOS = ("maxrl", "gpg", "lite_ppo")  # or of all groups' scores
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in OF_RATIOS])
 @given(case=cases(), shifts=st.lists(st.integers(-1000, 1000), min_size=4, max_size=4))
 def test_a_constant_added_to_the_scores_of_a_group_changes_no_advantage(name, case, shifts):
     ids = case.groups.unique()
@@ -199,3 +224,37 @@ def test_gpg_counts_outcomes_and_compares_scores():
     mask, groups = torch.ones(4, 2, dtype=torch.bool), torch.zeros(4, dtype=torch.int64)
     plain = gpg(outcomes - 1e-3, mask, groups, outcomes=outcomes).advantages
     close(plain, torch.tensor([3.0, -1.0, -1.0, -1.0]).double()[:, None].expand(4, 2))
+
+
+@pytest.mark.parametrize(("n", "k"), [(2, 2), (3, 2), (4, 3)])
+def test_the_mean_gradient_of_pkpo_is_that_of_the_best_score_of_k(n, k):
+    """Over all groups of n draws from three responses, each with its chance."""
+    logits = torch.tensor([0.3, -0.5, 0.1], dtype=torch.float64, requires_grad=True)
+    scores, log_p = torch.tensor([0.0, 1.0, 0.4], dtype=torch.float64), logits.log_softmax(0)
+    tuples = [torch.tensor(draw) for draw in product(range(3), repeat=k)]
+    best = torch.stack([log_p[rows].sum().exp() * scores[rows].max() for rows in tuples]).sum()
+    (expected,) = torch.autograd.grad(best, logits, retain_graph=True)
+    mask, groups, found = torch.ones(n, 1, dtype=torch.bool), torch.zeros(n, dtype=torch.int64), torch.zeros(3).double()
+    for draw in product(range(3), repeat=n):
+        rows = torch.tensor(draw)
+        step = (pkpo(scores[rows], mask, groups, k=k).advantages[:, 0] * log_p[rows]).mean()
+        found += log_p[rows].sum().exp().detach() * torch.autograd.grad(step, logits, retain_graph=True)[0]
+    close(found, expected)
+
+
+def test_qae_teaches_by_rare_successes_or_by_the_last_failures():
+    mask, groups = torch.ones(5, 1, dtype=torch.bool), torch.zeros(5, dtype=torch.int64)
+    for right in range(1, 5):
+        scores = (torch.arange(5) < right).double()
+        found = qae(scores, mask, groups, quantile=0.4).advantages[:, 0]
+        hard = right <= 3  # at most 1 - 0.4 of 5
+        assert ((found != 0) == ((scores == 1) if hard else (scores == 0))).all()
+
+
+def test_impossible_scalars_of_estimators_are_named():
+    given_ = torch.zeros(2), torch.ones(2, 1, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="k must be at least 2, got 1; for k = 1 take rloo"):
+        pkpo(*given_, k=1)
+    for quantile in (0.0, 1.0):
+        with pytest.raises(ValueError, match="quantile must be above 0 and below 1"):
+            qae(*given_, quantile=quantile)

@@ -36,6 +36,8 @@ def said(*changes):
         ("dppo_tv", ["clip_low", "clip_high", "max_ratio"]),
         ("dppo_kl", ["clip_low", "clip_high", "max_ratio"]),
         ("dro", ["beta"]),
+        ("opsm", ["clip_low", "clip_high", "max_kl"]),
+        ("topr", ["low"]),
     ],
 )
 def test_what_shapes_the_ratio_changes_nothing_where_a_step_has_one_update(loss, idle):

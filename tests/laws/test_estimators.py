@@ -11,7 +11,7 @@ from fppo.laws import _search
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "lite_ppo"])
 def test_group_estimators_keep_the_laws(name):
     laws.check_advantages(getattr(advantages, name))
 
@@ -19,6 +19,8 @@ def test_group_estimators_keep_the_laws(name):
 @pytest.mark.slow
 def test_others_keep_the_laws():
     laws.check_advantages(advantages.grpo_passk)
+    laws.check_advantages(advantages.pkpo)
+    laws.check_advantages(advantages.qae)
     laws.check_advantages(lambda s, m, g: advantages.gdpo({"a": s, "b": s.abs()}, m, g), higher_scores=False)
     laws.check_gae(advantages.gae)
     laws.check_whiten(advantages.whiten)

@@ -24,7 +24,7 @@ def loss_kl(kind, of="token"):
     return KL(kind, 0.7, where="loss", of=of)
 
 
-ON_POLICY = ("ppo_clip", "gspo", "sapo", "gpg", "cispo", "gmpo", "dppo_tv", "dppo_kl", "dro", "vespo")
+ON_POLICY = tuple(losses.POLICY_LOSSES)
 CLAIMS = {
     "reinforce": (reinforce, {}),
     "rloo": (advantages.rloo, {"n": 3}),

@@ -23,7 +23,7 @@ from fppo.steps.ranks import shares
 from fppo_kernels import collectives, context
 from tests.laws.test_updates import popart
 
-OTHERS = ("gspo", "sapo", "gpg", "cispo", "gmpo", "dppo_tv", "dppo_kl", "dro")
+OTHERS = ("gspo", "sapo", "gpg", "cispo", "gmpo", "dppo_tv", "dppo_kl", "dro", "opsm", "topr")
 
 
 def seed_of(*rooms):

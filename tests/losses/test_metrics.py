@@ -16,9 +16,11 @@ from .batches import Batch, batches, clip, mean, spoil
 
 Token = tuple[float, float, float]  # the new log-prob, the old one, and the advantage
 Fractions = Callable[..., dict[str, Iterable[float]]]
+SELECTIVE = ("clip_cov", "kl_cov", "m2po")
 POLICY = (
     *("ppo_clip", "gspo", "sapo", "gpg", "cispo", "gmpo", "dppo_tv", "dppo_kl", "dro", "vespo"),
-    *("clip_cov", "kl_cov"),
+    *("dcpo", "ce_gppo", "aspo", "drpo", "opsm", "topr"),
+    *SELECTIVE,
 )
 
 
@@ -71,11 +73,55 @@ def expected_of(name: str, batch: Batch, options: dict, selected: torch.Tensor) 
     elif name == "vespo":
         weights = [vespo_weight(row, a, options) for row in rows for _, _, a in row]
         report["pg_clipfrac"] = [w < 0.5 for w in weights]
-    elif name == "clip_cov":
+    elif name in LATER:
+        report |= LATER[name](rows, options)
+    elif name in ("clip_cov", "m2po"):
         report["pg_clipfrac"] = chosen
     elif name == "kl_cov":
         report["ppo_kl"] = [abs(d) for d in apart]
     return report
+
+
+def of_dcpo(rows: list[list[Token]], options: dict) -> dict[str, list[float]]:
+    report: dict[str, list[float]] = {"pg_clipfrac": [], "pg_clipfrac_lower": []}
+    for x, y, a in (token for row in rows for token in row):
+        r, q = math.exp(clip(x - y, -20, 20)), math.exp(y)
+        low = (1 + math.sqrt(max(0.0, 1 - 4 * options["clip_low"] / q))) / 2
+        high = min((1 + math.sqrt(1 + 4 * options["clip_high"] / q)) / 2, options["max_ratio"])
+        report["pg_clipfrac"].append((a > 0 and r > high) or (a < 0 and r < low))
+        report["pg_clipfrac_lower"].append(a < 0 and r > options["max_ratio"])
+    return report
+
+
+def of_opsm(rows: list[list[Token]], options: dict) -> dict[str, list[float]]:
+    report = of_ratio(rows, options)
+    far = [mean(y - x for x, y, _ in row) > options["max_kl"] for row in rows]
+    report["pg_clipfrac_lower"] = [gone and a < 0 for row, gone in zip(rows, far, strict=True) for _, _, a in row]
+    return report
+
+
+def of_ratio(rows: list[list[Token]], options: dict) -> dict[str, list[float]]:
+    """Of the losses whose ratio is bounded as PPO's."""
+    low, high = 1 - options["clip_low"], 1 + options["clip_high"]
+    ratios = [(math.exp(clip(x - y, -20, 20)), a) for row in rows for x, y, a in row]
+    return {"pg_clipfrac": [(a > 0 and r > high) or (a < 0 and r < low) for r, a in ratios]}
+
+
+def of_drpo(rows: list[list[Token]], options: dict) -> dict[str, list[float]]:
+    moved = [(math.exp(x) - math.exp(y), a) for row in rows for x, y, a in row]
+    return {"pg_clipfrac": [m > options["clip_high"] if a > 0 else m < -options["clip_low"] for m, a in moved]}
+
+
+def of_topr(rows: list[list[Token]], options: dict) -> dict[str, list[float]]:
+    report: list[float] = []
+    for row in rows:
+        for x, y, a in row:
+            log = sum(u - v for u, v, _ in row) if options["level"] == "sequence" else x - y
+            report.append(a <= 0 and not options["low"] <= math.exp(clip(log, -20, 20)) <= options["high"])
+    return {"pg_clipfrac": report}
+
+
+LATER = {"dcpo": of_dcpo, "ce_gppo": of_ratio, "aspo": of_ratio, "drpo": of_drpo, "opsm": of_opsm, "topr": of_topr}
 
 
 def trusted(name: str, token: Token, low: float, high: float) -> bool:
@@ -100,6 +146,11 @@ OWN: dict[str, dict[str, list]] = {
     "dppo_kl": {"max_ratio": [1.3, 4.0]},
     "dro": {"beta": [0.6]},
     "vespo": {"k_pos": [1.5], "lam_pos": [2.5], "k_neg": [2.0], "lam_neg": [0.5]},
+    "dcpo": {"max_ratio": [1.5, 10.0]},
+    "ce_gppo": {"beta_low": [0.75], "beta_high": [0.5]},
+    "aspo": {"max_ratio": [1.3, 3.0]},
+    "opsm": {"max_kl": [0.05, 0.4]},
+    "topr": {"level": ["sequence", "token"], "low": [0.0, 0.5], "high": [1.0, 1.4]},
     "kl_cov": {"kl_coef": [0.7]},
 }
 
@@ -111,7 +162,7 @@ def test_every_metric_is_the_mean_of_its_tokens(name, data):
     own = {option: data.draw(st.sampled_from(values)) for option, values in OWN.get(name, {}).items()}
     options = own | (bounds if "clip_low" in inspect.signature(getattr(losses, name)).parameters else {})
     selected = torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(1)) < 0.4
-    extra = {"selected": selected} if name.endswith("_cov") else {}
+    extra = {"selected": selected} if name in SELECTIVE else {}
     dirty = [spoil(x, batch.mask) for x in batch[:3]]
     _, report = getattr(losses, name)(*dirty, batch.mask, **options, **extra)
     expected = expected_of(name, batch, options, selected)
@@ -122,7 +173,7 @@ def test_every_metric_is_the_mean_of_its_tokens(name, data):
         assert found.total.item() == pytest.approx(math.fsum(numbers), rel=1e-9, abs=1e-9), metric
 
 
-@pytest.mark.parametrize("name", [name for name in POLICY if name not in ("clip_cov", "kl_cov")])
+@pytest.mark.parametrize("name", [name for name in POLICY if name not in SELECTIVE])
 @given(case=cases(), seed=st.integers(0, 99))
 def test_loss_and_gradient_are_the_loops_with_any_bounds(name, case, seed):
     """Also far off the policy, where bounds of ratios hold, and with a token's own bounds of the clip."""
@@ -262,8 +313,15 @@ def test_defaults_are_the_papers():
         "dppo_kl": {**clips, "max_ratio": 20.0},
         "dro": {"beta": 0.1},
         "vespo": {"k_pos": 2.0, "lam_pos": 3.0, "k_neg": 3.0, "lam_neg": 2.0},
+        "dcpo": {"clip_low": 0.1, "clip_high": 0.2, "max_ratio": 10.0},
+        "ce_gppo": {**clips, "beta_low": 0.75, "beta_high": 1.0},
+        "aspo": {**clips, "max_ratio": 3.0},
+        "drpo": {"clip_low": 12.5, "clip_high": 12.5},
+        "opsm": {**clips, "max_kl": 0.1},
+        "topr": {"level": "sequence", "low": 0.0, "high": 1.0},
         "clip_cov": clips,
         "kl_cov": {"kl_coef": 0.1},
+        "m2po": {},
         "value_loss": {"clip": 0.5},
         "huber_value_loss": {"delta": 1.0, "clip": 0.5},
         "hl_gauss": {"sigma": 0.75},
@@ -293,6 +351,6 @@ IMPOSSIBLE = [
 @pytest.mark.parametrize(("name", "option"), IMPOSSIBLE)
 def test_a_bound_of_zero_is_refused_by_its_name(name, option):
     x, there = -torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)
-    extra = {"selected": there} if name.endswith("_cov") else {}
+    extra = {"selected": there} if name in SELECTIVE else {}
     with pytest.raises(ValueError, match=f"{option} must be > 0, got 0"):
         getattr(losses, name)(x, x, x, there, **extra, **{option: 0.0})

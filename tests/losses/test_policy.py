@@ -30,6 +30,13 @@ SCALARS = {
     "dppo_kl": {**BOUNDS, "max_ratio": 2.0},
     "dro": {"beta": 0.7},
     "vespo": {"k_pos": 1.5, "lam_pos": 2.5, "k_neg": 2.0, "lam_neg": 0.5},
+    "dcpo": {**BOUNDS, "max_ratio": 1.8},
+    "ce_gppo": {**BOUNDS, "beta_low": 0.6, "beta_high": 0.8},
+    "aspo": {**BOUNDS, "max_ratio": 1.5},
+    "drpo": BOUNDS,
+    "opsm": {**BOUNDS, "max_kl": 0.05},
+    "topr": {},
+    "topr_single": {"level": "token", "low": 0.8, "high": 1.3},
 }
 CASES = {
     name: tuple(partial(getattr(of, name.removesuffix("_single")), **scalars) for of in (losses, references.losses))
@@ -49,7 +56,9 @@ def test_equals_the_loop_in_value_and_gradient(loss_fn, reference, batch):
         assert (found[~batch.mask] == 0).all()
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "sapo", "gpg", "gmpo", "dro"])  # the others hold a ratio constant
+@pytest.mark.parametrize(
+    "name", ["ppo_clip", "sapo", "gpg", "gmpo", "dro", "dcpo", "drpo"]
+)  # the others hold a ratio constant
 @given(batches(rows=(1, 1), columns=(1, 4)))
 def test_gradient_is_that_of_central_differences(name, batch):
     (_, reference), h = CASES[name], 1e-6
@@ -66,7 +75,7 @@ def _slope(loss_fn, batch):
     return torch.autograd.grad(loss, leaf)[0] if loss.requires_grad else torch.zeros_like(leaf)
 
 
-@pytest.mark.parametrize("name", ["cispo", "dppo_tv", "dppo_kl", "vespo"])
+@pytest.mark.parametrize("name", ["cispo", "dppo_tv", "dppo_kl", "vespo", "topr"])
 @given(batches())
 def test_gradient_of_constant_ratios_is_loss_over_log_prob(name, batch):
     loss_fn, _ = CASES[name]
@@ -234,7 +243,7 @@ def test_gspo_caps_the_log_ratio_at_ten():
     assert (gradient(lambda x: losses.gspo(x, old, adv, mask, **BOUNDS)[0], lp) == 0).all()
 
 
-VMAPPED = ["ppo_clip", "gspo", "cispo", "gmpo", "dppo_tv", "dppo_kl"]
+VMAPPED = ["ppo_clip", "gspo", "cispo", "gmpo", "dppo_tv", "dppo_kl", "dcpo", "ce_gppo", "aspo", "drpo", "opsm"]
 
 
 @pytest.mark.parametrize("name", VMAPPED)
@@ -307,7 +316,12 @@ def test_shapes_that_would_broadcast_are_named(loss_fn, spoiled):
 
 @pytest.mark.parametrize(
     ("loss_fn", "setting"),
-    [(partial(losses.ppo_clip, dual_clip=1.0), "dual_clip"), (partial(losses.dro, beta=0.0), "beta")],
+    [
+        (partial(losses.ppo_clip, dual_clip=1.0), "dual_clip"),
+        (partial(losses.dro, beta=0.0), "beta"),
+        (partial(losses.dcpo, max_ratio=1.0), "max_ratio"),
+        (partial(losses.topr, level="row"), "unknown level 'row'"),
+    ],
 )
 def test_impossible_scalars_are_named(loss_fn, setting):
     x = torch.zeros(1, 1)

@@ -37,6 +37,15 @@ def test_kl_cov_choice_is_the_loop_s(batch, seed, ratio):
     assert torch.equal(found, references.losses.select_kl_cov(*batch, noise=noise, ratio=ratio))
 
 
+@given(batches(), st.integers(0, 999), st.sampled_from([0.01, 0.3, 2.0]))
+def test_m2po_choice_is_the_loop_s(batch, seed, threshold):
+    new, old = ((x * 4).round() / 4 for x in batch[:2])
+    batch = batch._replace(log_probs=new, old_log_probs=old)
+    noise = uniform(batch.mask, seed)  # decides between equal ratios, of which there are some
+    found = losses.select_m2po(*batch, noise=noise, threshold=threshold)
+    assert torch.equal(found, references.losses.select_m2po(*batch, noise=noise, threshold=threshold))
+
+
 @given(batches(), st.integers(0, 999), st.sampled_from([0.0002, 0.3, 1.0]))
 def test_the_tokens_of_highest_entropy_are_the_loop_s(batch, seed, share):
     """Whatever the rounding of entropies: those after equal prefixes are equal but for it."""
@@ -62,8 +71,9 @@ def test_a_share_of_entropies_is_above_0_and_at_most_1():
 SELECTIONS = [
     partial(losses.select_clip_cov, ratio=0.3, low=-9.0, high=9.0),
     partial(losses.select_kl_cov, ratio=0.3),
+    partial(losses.select_m2po, threshold=0.1),
 ]
-every_selection = pytest.mark.parametrize("select", SELECTIONS, ids=["clip_cov", "kl_cov"])
+every_selection = pytest.mark.parametrize("select", SELECTIONS, ids=["clip_cov", "kl_cov", "m2po"])
 
 
 @every_selection

@@ -106,6 +106,21 @@ OF_ALGORITHMS: list[Rule] = [
     ),
     ({"algorithm.old_log_probs": "engine"}, {"algorithm.correction": "rollout"}, ["algorithm.old_log_probs"]),
     (
+        {"actor.entropy_control.target": 0.5, "actor.entropy_control.rate": 0.3, "actor.entropy_control.unit": "start"},
+        {"actor.entropy_control.target": None},
+        ["actor.entropy_control.unit", "actor.entropy_control.rate"],
+    ),
+    (
+        {"actor.entropy_control.target": 0.5, "actor.entropy_control.high": 0.2, "actor.entropy_coef": 0.15},
+        {"actor.entropy_control.high": 0.1},
+        ["actor.entropy_coef"],
+    ),
+    (
+        {"actor.entropy_control.target": 0.5, "actor.entropy_control.low": -0.1},
+        {"actor.entropy_control.low": 0.2},
+        ["actor.entropy_control.low"],
+    ),
+    (
         {"algorithm.kl.coef": 0.1, "algorithm.kl.controller": "adaptive", "algorithm.kl.target": 0.2},
         {"algorithm.kl.coef": 0.0},
         ["algorithm.kl.controller"],

@@ -31,10 +31,17 @@ POLICY_LOSSES = {
     "gmpo": losses.gmpo,
     "clip_cov": SelectiveLoss(losses.clip_cov, partial(losses.select_clip_cov, ratio=0.2, low=0.0, high=50.0)),
     "kl_cov": SelectiveLoss(losses.kl_cov, partial(losses.select_kl_cov, ratio=0.2)),
+    "m2po": SelectiveLoss(losses.m2po, losses.select_m2po),
     "dppo_tv": losses.dppo_tv,
     "dppo_kl": losses.dppo_kl,
     "dro": losses.dro,
     "vespo": losses.vespo,
+    "dcpo": losses.dcpo,
+    "ce_gppo": losses.ce_gppo,
+    "aspo": losses.aspo,
+    "drpo": losses.drpo,
+    "opsm": partial(losses.opsm, max_kl=1e-3),
+    "topr": losses.topr,
 }
 CUTS = (
     MicroBatching(size=1),
@@ -46,7 +53,7 @@ WHOLE = MicroBatching(size=1000)
 OPTIMIZER = adamw(schedule("constant", 1e-3), max_grad_norm=None)
 ACTOR, ACTOR_PARAMS = tiny.model_and_params("lm", layers=1)
 CRITIC, CRITIC_PARAMS = tiny.model_and_params("value", seed=1, layers=1)
-TERMS = PolicyTerms(entropy_coef=0.01, kl_coef=0.1)
+TERMS = PolicyTerms(entropy_coef=0.01, entropy_quantiles=True, kl_coef=0.1)
 LOOP = {"mini_batch_size", "micro_batching", "epochs"}  # keywords of `_actor` and `_critic` that are the loop's
 
 

@@ -6,6 +6,7 @@ Signatures, defaults and sources are those of `fppo.advantages`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -84,6 +85,37 @@ def rloo(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
     def of_row(s: Tensor, n: Tensor, i: int) -> Tensor | float:
         others = [s[j] for j in range(len(s)) if j != i]
         return s[i] - sum(others) / len(others) if others else 0.0
+
+    return _grouped(of_row, scores, mask, groups)
+
+
+def lite_ppo(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
+    """(S - mean) / (std + 1e-6), with S the row's score, the mean over its group, and std over all rows with tokens."""
+    every = scores[mask.any(1)].detach()
+    divisor = (every.std() if len(every) > 1 else 0.0) + 1e-6
+    return _grouped(lambda s, n, i: _deviation(s, i) / divisor, scores, mask, groups)
+
+
+def qae(scores: Tensor, mask: Tensor, groups: Tensor, *, quantile: float = 0.4) -> Advantages:
+    """(S - b) / (std + 1e-6), with S the row's score, std over its group, and b the least of the group's scores that at
+    least this part of them do not exceed; 0 for the only row of a group."""
+
+    def of_row(s: Tensor, n: Tensor, i: int) -> Tensor | float:
+        baseline = min(x.item() for x in s if (s <= x).sum().item() / len(s) >= quantile - 1e-9)
+        return (s[i] - baseline) / _divisor(s, "std")
+
+    return _grouped(of_row, scores, mask, groups)
+
+
+def pkpo(scores: Tensor, mask: Tensor, groups: Tensor, *, k: int = 2) -> Advantages:
+    """k times the mean of max(S in I) - max(S in I without the row), over the subsets I of k rows of the group with the
+    row; k is at most the group's rows, and 0 is for the only row of a group."""
+
+    def of_row(s: Tensor, n: Tensor, i: int) -> Tensor | float:
+        others, size = [x.item() for j, x in enumerate(s) if j != i], min(k, len(s))
+        subsets = list(combinations(others, size - 1))
+        gains = [max(0.0, s[i].item() - max(subset)) for subset in subsets] if others else [0.0]
+        return size * sum(gains) / len(gains)
 
     return _grouped(of_row, scores, mask, groups)
 

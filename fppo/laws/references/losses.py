@@ -232,6 +232,143 @@ def vespo(
     return by_row(of_row, mask, log_probs, old_log_probs.detach(), advantages.detach()), {}
 
 
+def dcpo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.1,
+    clip_high: float = 0.2,
+    max_ratio: float = 10.0,
+) -> Result:
+    """max(-A r, -A clip(r, low, high)), at most -A max_ratio where A < 0. With q = pi_old, low and high are the numbers
+    r nearest to 1 with (1 - r) r q = clip_low and (r - 1) r q = clip_high; low is 1/2 where q is too small for one,
+    and high at most max_ratio."""
+
+    def of_token(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
+        q, r = math.exp(y.item()), _ratio(x, y)
+        inner = 1 - 4 * clip_low / q
+        low, high = (1 + math.sqrt(max(inner, 0.0))) / 2, min((1 + math.sqrt(1 + 4 * clip_high / q)) / 2, max_ratio)
+        loss = _larger(-a * r, -a * _clip(r, low, high))
+        return -a * max_ratio if a < 0 and loss > -a * max_ratio else loss
+
+    return _by_token(of_token, log_probs, old_log_probs, advantages, mask)
+
+
+def ce_gppo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    beta_low: float = 0.75,
+    beta_high: float = 1.0,
+) -> Result:
+    """-A r; where A < 0 and r < 1 - clip_low, -A beta_low (1 - clip_low) r / r', and where A > 0 and r > 1 + clip_high,
+    -A beta_high (1 + clip_high) r / r', with r' = r as a constant."""
+
+    def of_token(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
+        r = _ratio(x, y)
+        one = r / r.detach()
+        if a < 0 and r < 1 - clip_low:
+            return -a * beta_low * (1 - clip_low) * one
+        return -a * beta_high * (1 + clip_high) * one if a > 0 and r > 1 + clip_high else -a * r
+
+    return _by_token(of_token, log_probs, old_log_probs, advantages, mask)
+
+
+def aspo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    max_ratio: float = 3.0,
+) -> Result:
+    """PPO's clipped loss where A <= 0. Where A > 0, -A min(1 / r', max_ratio) pi / pi', with primes for constants; 0 if
+    r > 1 + clip_high."""
+
+    def of_token(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
+        r = _ratio(x, y)
+        if a <= 0:
+            return _larger(-a * r, -a * _clip(r, 1 - clip_low, 1 + clip_high))
+        return x * 0.0 if r > 1 + clip_high else -a * min(1 / r.item(), max_ratio) * x.exp() / math.exp(x.item())
+
+    return _by_token(of_token, log_probs, old_log_probs, advantages, mask)
+
+
+def drpo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 12.5,
+    clip_high: float = 12.5,
+) -> Result:
+    """-A r + |A| pi_old (r - 1)^2 / (2 bound), with the bound clip_high where A > 0, else clip_low."""
+
+    def of_token(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
+        r, bound = _ratio(x, y), clip_high if a > 0 else clip_low
+        return -a * r + abs(a.item()) * math.exp(y.item()) * (r - 1) ** 2 / (2 * bound)
+
+    return _by_token(of_token, log_probs, old_log_probs, advantages, mask)
+
+
+def opsm(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    max_kl: float = 0.1,
+) -> Result:
+    """PPO's clipped loss without a dual clip, times M: 0 where A < 0 and the row's mean of log(pi_old / pi) exceeds
+    max_kl, else 1."""
+
+    def of_row(x: Row, y: Row, a: Row) -> Row:
+        kl = sum((v - u).item() for u, v in zip(x, y, strict=True)) / len(x)
+        losses: Row = []
+        for u, v, b in zip(x, y, a, strict=True):
+            r = _ratio(u, v)
+            loss = _larger(-b * r, -b * _clip(r, 1 - clip_low, 1 + clip_high))
+            losses.append(u * 0.0 if b < 0 and kl > max_kl else loss)
+        return losses
+
+    return by_row(of_row, mask, log_probs, old_log_probs.detach(), advantages.detach()), {}
+
+
+def topr(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    level: str = "sequence",
+    low: float = 0.0,
+    high: float = 1.0,
+) -> Result:
+    """-A log pi where A > 0, else -A clip(w, low, high) log pi, with w a constant: the product of the row's ratios
+    pi / pi_old, or the token's own (`level` "token"); its logarithm is clamped to +-20."""
+
+    def of_row(x: Row, y: Row, a: Row) -> Row:
+        logs = [(u - v).item() for u, v in zip(x, y, strict=True)]
+        losses: Row = []
+        for u, b, own in zip(x, a, logs, strict=True):
+            w = math.exp(max(-20.0, min(sum(logs) if level == "sequence" else own, 20.0)))
+            losses.append(-b * u if b > 0 else -b * max(low, min(w, high)) * u)
+        return losses
+
+    return by_row(of_row, mask, log_probs, old_log_probs.detach(), advantages.detach()), {}
+
+
 def clip_cov(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -328,6 +465,35 @@ def select_kl_cov(
     covariances = _covariances(places) if places else []
     ranked = sorted((-cov, noise[i, t].item(), i, t) for (i, t, *_), cov in zip(places, covariances, strict=True))
     return _chosen([(i, t) for _, _, i, t in ranked[: max(1, int(len(places) * ratio))]], mask)
+
+
+def m2po(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, selected: Tensor) -> Result:
+    """-A r, with r = pi / pi_old, and 0 at the selected tokens."""
+
+    def of_row(x: Row, y: Row, a: Row, chosen: Row) -> Row:
+        each = zip(x, y, a, chosen, strict=True)
+        return [u * 0.0 if gone else -b * _ratio(u, v) for u, v, b, gone in each]
+
+    return by_row(of_row, mask, log_probs, old_log_probs.detach(), advantages.detach(), selected), {}
+
+
+def select_m2po(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    noise: Tensor,
+    threshold: float = 0.04,
+) -> Tensor:
+    """One token after the other, by (log r)^2 from the largest, and of equal ones by the smallest noise, until the mean
+    of the others is at most the threshold, or one is left; bool [B, T]."""
+    places = _places(log_probs, old_log_probs, advantages, mask)
+    ranked = sorted((-((x - y) ** 2), noise[i, t].item(), i, t) for i, t, x, y, _ in places)
+    count = 0
+    while len(ranked) - count > 1 and -sum(m for m, *_ in ranked[count:]) / (len(ranked) - count) > threshold:
+        count += 1
+    return _chosen([(i, t) for _, _, i, t in ranked[:count]], mask)
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, mask: Tensor | None = None) -> Tensor:

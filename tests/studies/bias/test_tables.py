@@ -101,7 +101,7 @@ def test_own_functions_are_in_the_tables_that_they_belong_to():
     small = WorldSizes(vocabulary=2, horizon=1, worlds=1, groups=(2,))
     tables = study.study(["losses", "estimators", "modes"], small, {"": other, "b": mine})
     losses_, estimators, modes = ([label for label, _ in table.rows] for table in tables)
-    assert losses_[-2:] == ["vespo", "other"]
+    assert losses_[-2:] == ["topr", "other"]
     assert estimators[-2:] == ["gae, lam_alpha 0.6", "b"]
     assert modes[-1].startswith("b, ")
     assert (study.is_loss(other), study.is_loss(mine)) == (True, False)

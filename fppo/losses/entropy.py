@@ -1,0 +1,115 @@
+"""The controller of the entropy bonus, and quantiles of entropies from counts that add up over any split of the rows.
+
+In: entropies in nats, [B, T] or a step's mean. Out: the controller's next state, or metrics.
+Begin with `update_entropy`; `entropy_counts` and `entropy_quantiles` are the two halves of a mini-batch's quantiles.
+"""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import torch
+from torch import Tensor
+
+from fppo.losses._common import check_tokens, positive, unknown
+from fppo.metrics import Mean, Metrics, Sum
+from fppo.shapes import Mask, Number, Tokens
+from fppo.tree import state
+
+UNITS = ("nats", "start")
+QUANTILES = (10, 50, 90)
+_LEAST, _MOST, _PER_OCTAVE = 2.0**-20, 2.0**5, 64  # bounds of the counted entropies in nats, and bins from x to 2 x
+_BINS = round(math.log2(_MOST / _LEAST)) * _PER_OCTAVE + 1
+
+
+def _float64(value: float | Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64).detach()
+
+
+def _unknown() -> Tensor:
+    return _float64(math.nan)
+
+
+@state
+class EntropyState:
+    """The controller of the entropy bonus: leaves, 0-d float64, so that checkpoints store it exactly."""
+
+    coef: Tensor = attrs.field(converter=_float64)  # the factor of the bonus in the next step
+    error: Tensor = attrs.field(factory=_unknown)  # of the last step, 1 - entropy / target; NaN before the first
+    start: Tensor = attrs.field(factory=_unknown)  # the entropy of the first step; NaN before it
+
+
+def entropy_target(state: EntropyState, *, target: float, unit: str = "nats") -> Number:
+    """The entropy that the controller steers to, in nats per token: `target`, or with `unit` "start" this part of the
+    first step's, NaN before it. 0-d float64. Raises ValueError for another unit."""
+    if unit not in UNITS:
+        unknown("unit of an entropy", unit, UNITS)
+    return target * (state.start if unit == "start" else torch.ones_like(state.start))
+
+
+def update_entropy(
+    state: EntropyState,
+    entropy: Mean,
+    *,
+    target: float,
+    unit: str = "nats",
+    rate: float = 0.01,
+    damping: float = 5.0,
+    low: float = 0.0,
+    high: float = 0.1,
+) -> EntropyState:
+    """The next state of the controller after a step with this mean `entropy` per token, in nats.
+
+    With the error e = 1 - entropy / target, clipped to +-1, the factor of the bonus becomes
+    clip(coef + rate * (e + damping * (e - last e)), low, high): a PI controller in velocity form. It raises the factor
+    where the entropy is too low, and sooner where it is falling. Without `damping` the entropy swings about the target,
+    since the factor moves its slope. See `entropy_target` for `unit`. Without tokens the state stays.
+    Raises ValueError for another unit, a target, rate or `high` that is not above 0, and for low >= high.
+    """
+    positive("target", target)
+    positive("rate", rate)
+    if not low < high:
+        raise ValueError(f"low={low}, high={high}: low must be less than high")
+    known = entropy.count.to(state.coef) > 0
+    now = entropy.total.to(state.coef) / entropy.count.to(state.coef).clamp(min=1)
+    start = torch.where(state.start.isnan() & known, now, state.start)
+    goal = entropy_target(attrs.evolve(state, start=start), target=target, unit=unit)
+    error = (1 - now / goal.clamp(min=1e-9)).clamp(-1.0, 1.0)
+    rise = torch.where(state.error.isnan(), 0.0, error - state.error)
+    coef = (state.coef + rate * (error + damping * rise)).clamp(low, high)
+    moved = {"coef": torch.where(known, coef, state.coef), "error": torch.where(known, error, state.error)}
+    return EntropyState(**moved, start=start)
+
+
+def entropy_counts(entropy: Tokens, mask: Mask) -> Sum:
+    """The number of tokens of the mask in each of 1601 bins of `entropy` [B, T], int64: 64 bins of equal ratio from any
+    entropy to twice that, from 2^-20 to 32 nats, after one for less. They add up over micro-batches and ranks.
+
+    Raises ValueError unless `entropy` is floating and `mask` bool, both [B, T].
+    """
+    check_tokens(mask, entropy=entropy)
+    seen = entropy.detach().double().where(mask, 0.0)
+    places = ((seen.clamp(min=_LEAST) / _LEAST).log2() * _PER_OCTAVE).long().clamp(max=_BINS - 2) + 1
+    places = places.where(seen >= _LEAST, 0).flatten()
+    none = torch.zeros(_BINS, dtype=torch.int64, device=places.device)
+    return Sum(none.scatter_add(0, places, mask.flatten().long()))
+
+
+def entropy_quantiles(report: Metrics, name: str) -> Metrics:
+    """The metrics with `entropy_counts` of this name replaced by `name`/p10, p50 and p90, of all tokens counted.
+
+    Each is the entropy that such a part of the tokens does not exceed, to within 0.6 %; 0 below 2^-20 nats.
+    """
+    counts = report.get(f"{name}/counts")
+    if not isinstance(counts, Sum):
+        return report
+    upto = counts.value.cumsum(0)
+    there = (upto[-1:] > 0).to(torch.float64)[0]
+    found: Metrics = {}
+    for percent in QUANTILES:
+        rank = (upto[-1] * percent + 99) // 100  # the first token by entropy that is not below the quantile
+        place = (upto < rank.clamp(min=1)).sum().clamp(max=_BINS - 1)
+        value = _LEAST * 2 ** ((place.to(torch.float64) - 0.5) / _PER_OCTAVE)
+        found[f"{name}/p{percent}"] = Mean(torch.where(place > 0, value, 0.0) * there, there)
+    return {key: metric for key, metric in report.items() if key != f"{name}/counts"} | found
