@@ -139,7 +139,7 @@ def _places(inputs: Inputs) -> dict[str, tuple[str, str]]:
     used = {
         "critic": (inputs.trains and s.uses_critic_model, section.critic_path, "model.critic_path"),
         "reference": (inputs.trains and s.uses_reference, section.ref_path, "model.ref_path"),
-        "teacher": (s.uses_teacher, section.teacher_path, "model.teacher_path"),
+        "teacher": (s.loads_teacher, section.teacher_path, "model.teacher_path"),
     }
     own = {role: (path, setting) for role, (is_used, path, setting) in used.items() if is_used and path is not None}
     return {"actor": (section.path, "model.path")} | own

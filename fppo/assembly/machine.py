@@ -41,7 +41,7 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
     paths = {"reward.model.path": settings.reward.model.path}
     paths["model.critic_path"] = section.critic_path if settings.algorithm.uses_critic else None
     paths["model.ref_path"] = section.ref_path if settings.uses_reference else None
-    paths["model.teacher_path"] = section.teacher_path if settings.uses_teacher else None
+    paths["model.teacher_path"] = section.teacher_path if settings.loads_teacher else None
     policies = [*_built(section, {"model.path": section.path})]  # one, or none where there is no model
     if kind.type not in ("cpu", "cuda"):
         return resolve.resolved(settings, Machine(device=kind.type))

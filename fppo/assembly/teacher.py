@@ -1,4 +1,4 @@
-"""The teacher of a run, as its settings name it: loaded where it runs, and checked against the policy's tokenizer."""
+"""The teacher of a run, as its settings name it: loaded where it runs, or the policy; its prompts and checks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from transformers import PreTrainedTokenizerBase
 from fppo import data
 from fppo.assembly.inputs import Inputs, made_on
 from fppo.assembly.parts import forward_micro_batching_of, load_teacher, offload_of, on_device
-from fppo.assembly.roles import fetch_of
-from fppo.assembly.texts import config_place, has_tokenizer, open_tokenizer
+from fppo.assembly.roles import fetch_of, top_of
+from fppo.assembly.texts import chat_options, config_place, has_tokenizer, open_tokenizer
+from fppo.data.tokenizers import encode_text
 from fppo.fields import only
 from fppo.fleet import AnyGroup, Here, LocalGroup, on
-from fppo.pipeline.passes import PolicyPass
-from fppo.pipeline.teacher import TeacherFn, TeacherPass
+from fppo.pipeline.feedback import Prompt, PromptByFeedback, TeacherPrompt
+from fppo.pipeline.passes import PolicyFn, PolicyPass, View
+from fppo.pipeline.program import AnnotateStage
+from fppo.pipeline.teacher import LOG_PROBS, TOP, TeachByPolicy, TeacherFn, TeacherPass, as_drawn
 from fppo.runtime.offload import Lane, to_host
 from fppo.settings.model import ModelSettings
+from fppo.settings.train import DataSettings, TrainSettings
 from fppo.steps.critic import as_it_is
 from fppo.steps.outputs import Forward
+from fppo.workers.imports import imported
 
 
 def teacher_on(group: AnyGroup, here: Here, inputs: Inputs) -> TeacherFn:
@@ -34,13 +39,53 @@ def make_teacher(here: Here, inputs: Inputs) -> TeacherPass:
     settings, section = inputs.settings, inputs.settings.model
     model, params = load_teacher(section, here.mesh)
     params, offload = on_device(params, here.device), offload_of(section.offload, section.teacher_offload)
-    forward = Forward(model, inputs.kernels, here.mesh, **only(section, "remove_padding", "share_prompts"))
+    how = only(section, "remove_padding", "share_prompts")
+    forward = Forward(model, inputs.kernels, here.mesh, top=top_of(settings), **how)
     micro_batching, fetch = forward_micro_batching_of(section, settings.actor), fetch_of(offload, Lane(here.device))
     return TeacherPass(
         params=to_host(params) if offload == "all" else params,
         policy=PolicyPass(forward=forward, micro_batching=micro_batching, fetch=fetch),
-        view=as_it_is if settings.data.teacher_prompt is None else data.with_teacher_prompt,
+        view=view_of_teacher(settings),
+        outputs=outputs_of_teacher(settings),
     )
+
+
+def view_of_teacher(settings: TrainSettings) -> View:
+    """The function from rows to those that a teacher reads."""
+    return as_it_is if settings.data.teacher_prompt is None else data.with_teacher_prompt
+
+
+def outputs_of_teacher(settings: TrainSettings) -> tuple[str, ...]:
+    """The outputs of a teacher's pass that a run reads."""
+    return TOP if settings.actor.distill.used else LOG_PROBS
+
+
+def prompt_of_teacher(section: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """How a teacher's prompts are made after scoring. Raises ValueError for a function that does not import."""
+    if section.teacher_function is None:
+        return as_drawn
+    fn, options = imported(section.teacher_function, "data.teacher_prompt"), chat_options(section)
+
+    def encode(prompt: TeacherPrompt) -> list[int]:
+        if not section.chat and not isinstance(prompt, str):
+            raise ValueError("messages need data.chat = true; return text")
+        if not section.chat:
+            return encode_text(tokenizer, str(prompt))
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return data.encode_chat(tokenizer, messages, options=options, sampled=True)
+
+    return PromptByFeedback(fn=fn, encode=encode, tokenizer=tokenizer, limit=section.teacher_prompt_tokens)
+
+
+def by_policy(
+    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, stage: AnnotateStage, policy: PolicyFn
+) -> AnnotateStage:
+    """The stage, with the policy as its own teacher if the settings say so; `policy` is the policy's pass."""
+    if not settings.uses_teacher or settings.loads_teacher:
+        return stage
+    prompt = prompt_of_teacher(settings.data, tokenizer)
+    how = {"view": view_of_teacher(settings), "outputs": outputs_of_teacher(settings)}
+    return TeachByPolicy(stage=stage, policy=policy, prompt=prompt, **how)
 
 
 def check_teacher(section: ModelSettings, tokenizer: PreTrainedTokenizerBase, configs: Mapping[str, Any]) -> None:

@@ -109,18 +109,33 @@ def _teacher(s: TrainSettings) -> Problems:
     names = ["model.teacher_path", "model.teacher_dtype", "model.teacher_offload"]
     if s.data.teacher_prompt is None:
         yield from unread_problems(s, ["data.teacher_prompt_tokens"], "data.teacher_prompt")
+    if not s.actor.distill.used:
+        yield from unread_problems(s, ["actor.distill.coef", "actor.distill.top"], "actor.distill.name")
     if not s.uses_teacher:
-        yield from unread_problems(s, [*names, "data.teacher_prompt"], 'algorithm.advantage = "distill"')
+        readers = 'algorithm.advantage = "distill", or actor.distill'
+        yield from unread_problems(s, [*names, "model.teacher_decay", "data.teacher_prompt"], readers)
         return
+    yield from _by_policy(s) if s.model.teacher_decay is not None else ()
+    yield from _distributions(s) if s.actor.distill.used else ()
+    if s.data.teacher_prompt is not None and (s.data.images or s.data.videos):
+        yield problem_at(s, "data.teacher_prompt", "a teacher's prompts hold no images or videos; leave it out")
+    if s.data.teacher_function is not None and not s.has_reward:
+        text = "makes prompts from scores, and nothing scores the responses; give reward functions"
+        yield problem_at(s, "data.teacher_prompt", text)
     if s.data.teacher_prompt is not None and s.rollout.environment.used:
         text = "the prompts are an environment's, and rows have none to take its place; leave it out"
         yield problem_at(s, "data.teacher_prompt", text)
-    name = s.algorithm.advantage.name
-    if s.model.teacher_path is None:
+    name = s.algorithm.advantage.name if s.algorithm.reads("teacher_log_probs") else "actor.distill"
+    if s.model.teacher_path is None and s.loads_teacher:
         text = f"is not set, and {name} holds the policy to it; give the name or directory of a Hugging Face model"
         yield problem_at(s, "model.teacher_path", text)
     scored = value_of(s.algorithm.advantage, ESTIMATORS, "score_coef")
-    if s.algorithm.kl.coef > 0 and not any(map(s.algorithm.reads, ("rows", "rewards", "scores", "outcomes"))):
+    taught = s.algorithm.reads("teacher_log_probs")
+    if (
+        taught
+        and s.algorithm.kl.coef > 0
+        and not any(map(s.algorithm.reads, ("rows", "rewards", "scores", "outcomes")))
+    ):
         text = f"{name} does not read the token rewards, where the penalty would be; give actor.kl_coef in its place"
         yield problem_at(s, "algorithm.kl.coef", text)
     if s.has_reward:
@@ -131,6 +146,31 @@ def _teacher(s: TrainSettings) -> Problems:
     if s.has_held_out and s.eval.temperature == 0:
         text = f"held-out responses are measured by their divergence from the teacher ({name}, no reward), which is "
         yield problem_at(s, "eval.temperature", f"{text}one of sampled responses; give 1.0, or reward functions")
+
+
+def _by_policy(s: TrainSettings) -> Problems:
+    """Yield what does not fit a policy that is its own teacher."""
+    names = ("teacher_path", "teacher_dtype", "teacher_offload")
+    yield from unread_problems(s, [f"model.{x}" for x in names], "a teacher of its own; leave out model.teacher_decay")
+    if not s.has_reward:
+        yield problem_at(
+            s, "model.teacher_decay", "only a reward tells how good its answers are; give reward functions"
+        )
+    if s.model.teacher_decay in (0, 1) and s.data.teacher_prompt is None:
+        text = "it would read what the policy reads, and teach nothing new; give data.teacher_prompt"
+        yield problem_at(s, "model.teacher_decay", text)
+    if s.algorithm.router_replay != "none":
+        text = "routers would have to choose for the teacher's prompts what they chose for the policy's; leave it out"
+        yield problem_at(s, "algorithm.router_replay", text)
+
+
+def _distributions(s: TrainSettings) -> Problems:
+    """Yield what does not fit a divergence from distributions of a teacher."""
+    pool = s.placement.roles.teacher
+    for name, axes in (("mesh", s.mesh), (f"placement.pools.{pool}", s.placement.pools.get(pool))):
+        if axes is not None and axes.tensor > 1:
+            text = "actor.distill reads whole distributions, which a tensor axis cuts; give 1"
+            yield Problem(f"{name}.tensor", axes.tensor, text)
 
 
 def _algorithm(s: TrainSettings) -> Problems:

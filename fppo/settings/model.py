@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import attrs
 import tyro
 
-from fppo.fields import Table, above, at_least, nonempty, place, setting
+from fppo.fields import Table, above, at_least, at_most, nonempty, place, setting
 
 
 @attrs.frozen(kw_only=True)
@@ -71,6 +71,8 @@ class ModelSettings:
     """The reference that KL terms hold the policy to; None: the policy as it was at the start."""
     teacher_path: str | None = setting(None, place)
     """The teacher that algorithm.advantage = "distill" holds the policy to, of the same tokenizer, of any size."""
+    teacher_decay: float | None = setting(None, at_least(0), at_most(1))
+    """In place of teacher_path: the policy, averaged; the part that a step keeps. 0: as it is, 1: as at the start."""
     tokenizer: str | None = setting(None, place)
     """Where the tokenizer is; None: in path."""
     config: Table = setting(dict)

@@ -65,7 +65,7 @@ def _problems(settings: TrainSettings) -> list[Problem]:
     models["reward.judge.path"] = reward.judge.path
     if settings.algorithm.uses_critic:
         models["model.critic_path"] = settings.model.critic_path
-    if settings.uses_teacher:
+    if settings.loads_teacher:
         models["model.teacher_path"] = settings.model.teacher_path
     if settings.uses_reference:
         models["model.ref_path"] = settings.model.ref_path
@@ -371,7 +371,7 @@ def row_problems(settings: TrainSettings, *, imitates: bool = False) -> list[Pro
     """Problems with data sets in local files: fields that no row has, and faulty rows; of large ones only the first
     rows are read. `imitates`: the rows are demonstrations."""
     data, noted, found = settings.data, RowProblems(), list[tuple[str, str]]()
-    fields, needed = data.fields, data.fields.needed | {"data.teacher_prompt": data.teacher_prompt}
+    fields, needed = data.fields, data.fields.needed | {"data.teacher_prompt": data.teacher_field}
     if imitates:
         fields = attrs.evolve(fields, ground_truth=None)
         needed = Answers(**only(settings.sft, "response", "messages", "turns")).needed(fields)
