@@ -72,7 +72,10 @@ def _clean(log_probs: Buckets, teacher: Others, mask: Mask) -> tuple[Buckets, Bu
 
 
 def _kl(of: Buckets, other: Buckets) -> Tokens:
-    """sum exp(of) (of - other), where buckets of probability 0 add nothing."""
+    """sum exp(of) (of - other) - exp(of) + exp(other), where buckets of probability 0 add nothing to the first term.
+
+    The others add up to 0, and make the gradient 0 bit for bit where both are equal.
+    """
     there = of > -torch.inf
     apart = of.where(there, 0.0) - other.where(there, 0.0)
-    return (of.exp() * apart).sum(-1)
+    return (of.exp() * apart - of.exp() + other.exp()).sum(-1)

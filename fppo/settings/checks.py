@@ -109,11 +109,12 @@ def _teacher(s: TrainSettings) -> Problems:
     names = ["model.teacher_path", "model.teacher_dtype", "model.teacher_offload"]
     if s.data.teacher_prompt is None:
         yield from unread_problems(s, ["data.teacher_prompt_tokens"], "data.teacher_prompt")
+    yield from _several(s)
     if not s.actor.distill.used:
         yield from unread_problems(s, ["actor.distill.coef", "actor.distill.top"], "actor.distill.name")
     if not s.uses_teacher:
         readers = 'algorithm.advantage = "distill", or actor.distill'
-        yield from unread_problems(s, [*names, "model.teacher_decay", "data.teacher_prompt"], readers)
+        yield from unread_problems(s, [*names, "model.teachers", "model.teacher_decay", "data.teacher_prompt"], readers)
         return
     yield from _by_policy(s) if s.model.teacher_decay is not None else ()
     yield from _distributions(s) if s.actor.distill.used else ()
@@ -126,7 +127,7 @@ def _teacher(s: TrainSettings) -> Problems:
         text = "the prompts are an environment's, and rows have none to take its place; leave it out"
         yield problem_at(s, "data.teacher_prompt", text)
     name = s.algorithm.advantage.name if s.algorithm.reads("teacher_log_probs") else "actor.distill"
-    if s.model.teacher_path is None and s.loads_teacher:
+    if s.model.teacher_path is None and s.loads_teacher and not s.model.teachers:
         text = f"is not set, and {name} holds the policy to it; give the name or directory of a Hugging Face model"
         yield problem_at(s, "model.teacher_path", text)
     scored = value_of(s.algorithm.advantage, ESTIMATORS, "score_coef")
@@ -148,9 +149,33 @@ def _teacher(s: TrainSettings) -> Problems:
         yield problem_at(s, "eval.temperature", f"{text}one of sampled responses; give 1.0, or reward functions")
 
 
+def _several(s: TrainSettings) -> Problems:
+    """Yield what does not fit several teachers."""
+    teachers, by, weights = s.model.teachers, s.model.teacher_by, s.model.teacher_weights
+    if not teachers:
+        yield from unread_problems(s, ["model.teacher_by", "model.teacher_weights"], "model.teachers")
+        return
+    if s.model.teacher_path is not None:
+        yield problem_at(s, "model.teacher_path", "model.teachers has several; give it a name there, or leave one out")
+    if by is not None:
+        yield from unread_problems(s, ["model.teacher_weights"], "rows that have all teachers; leave out teacher_by")
+    elif s.actor.distill.used and len(teachers) > 1:
+        text = (
+            "distributions of several teachers are not mixed; give model.teacher_by, or algorithm.advantage = distill"
+        )
+        yield problem_at(s, "actor.distill.name", text)
+    numbers = [x for x in weights.values() if isinstance(x, (int, float)) and not isinstance(x, bool) and x >= 0]
+    if (
+        by is None
+        and weights
+        and ({*weights} != {*teachers} or len(numbers) < len(weights) or abs(sum(numbers) - 1) > 1e-6)
+    ):
+        yield problem_at(s, "model.teacher_weights", "give each of model.teachers a number of at least 0, 1 in all")
+
+
 def _by_policy(s: TrainSettings) -> Problems:
     """Yield what does not fit a policy that is its own teacher."""
-    names = ("teacher_path", "teacher_dtype", "teacher_offload")
+    names = ("teacher_path", "teachers", "teacher_dtype", "teacher_offload")
     yield from unread_problems(s, [f"model.{x}" for x in names], "a teacher of its own; leave out model.teacher_decay")
     if not s.has_reward:
         yield problem_at(

@@ -24,6 +24,7 @@ from fppo.runtime.gguf_files import GgufHeader, gguf_of, read_header
 from fppo.runtime.remote import check_address, problem_of_place
 from fppo.runtime.weights import no_weights, weight_files
 from fppo.settings import files
+from fppo.settings.model import whole_teachers
 from fppo.settings.train import TrainSettings
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -67,6 +68,7 @@ def _problems(settings: TrainSettings) -> list[Problem]:
         models["model.critic_path"] = settings.model.critic_path
     if settings.loads_teacher:
         models["model.teacher_path"] = settings.model.teacher_path
+        models |= {f"model.teachers.{name}": path for name, path in whole_teachers(settings.model).items()}
     if settings.uses_reference:
         models["model.ref_path"] = settings.model.ref_path
     lines = [*output_problems(settings), *_start(settings)]

@@ -53,6 +53,7 @@ _NOT_READ = (  # of these sections
     *("model.critic_path", "model.ref_path", "model.ref_dtype", "model.ref_offload"),
     *("model.lora.critic_rank", "model.lora.critic_path"),
     *("model.teacher_path", "model.teacher_decay", "model.teacher_dtype", "model.teacher_offload"),
+    *("model.teachers", "model.teacher_by", "model.teacher_weights"),
     *("model.share_prompts", "model.lora.send"),
 )
 
