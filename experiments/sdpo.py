@@ -25,7 +25,7 @@ def warmed_up(key: Key, steps: int):
     model, encode = quickstart.small_model(len(TOKENIZER), width=32, layers=1), TOKENIZER.encode
 
     def batch(step: int):
-        draws = key.fold("draw", step).uniform(torch.arange(256), 3).tolist()
+        draws = key.fold("draw", step).uniform(torch.arange(128), 3).tolist()
         rows = [(SUMS[int(u * len(SUMS))], told < 0.5, told < 0.5 or luck < 0.25) for u, told, luck in draws]
         asked = [encode("!" * told + x.prompt) for x, told, _ in rows]
         return demonstrations(asked, [[*encode(x.answer if ok else x.mistake), 1] for x, _, ok in rows], pad_token_id=0)
@@ -47,13 +47,13 @@ def told(group, number: int) -> str | None:
     return "".join(said) + group.prompt if said else None
 
 
-def main(seeds: int = 5, steps: int = 20, every: int = 5, warm_up: int = 200, lr: float = 1e-3, decay: float = 0.95):
+def main(seeds: int = 5, steps: int = 8, every: int = 2, warm_up: int = 120, lr: float = 5e-4, decay: float = 0.95):
     texts, asked = [x.prompt for x in SUMS], {"ground_truths": [x.answer for x in SUMS], "sources": "sums"}
     prompts, found = data.prompt_set(texts, TOKENIZER, **asked), {"sdpo": [], "rloo": []}
     for by, seed, start in (
         (by, x, start) for x in range(seeds) for start in [warmed_up(Key(x), warm_up)] for by in found
     ):
-        given = {"reward": rewards.inline_reward(checker), "sampling": Sampling(max_tokens=3, n=4), "batch_size": 128}
+        given = {"reward": rewards.inline_reward(checker), "sampling": Sampling(max_tokens=3, n=4), "batch_size": 64}
         given |= {"loop": Loop(mini_batch_size=32, micro_batching=MICRO), "optimizer": adamw(lambda _: lr)}
         rule = partial(advantages.reverse_kl, coef=0.0) if by == "sdpo" else advantages.rloo
         own = pieces(start, TOKENIZER, prompts, **given, advantage=rule, key=Key(seed).fold("run"))

@@ -148,9 +148,10 @@ def check_teacher(
     """Raises ValueError for a teacher that cannot read the policy's tokens: it has another tokenizer, or a vocabulary
     that cannot be compared.
 
-    `configs` are the models' by role, `place` the teacher's path and the setting that gives it. Added tokens may differ, as those of a base model and a chat model do. Embeddings
-    may be padded to another size if the teacher's own tokenizer shows the vocabularies to be equal. A teacher needs at
-    least as many rows of embeddings as the policy, which may sample the token of any row.
+    `configs` are the models' by role, `place` the teacher's path and the setting that gives it. Added tokens may
+    differ, as those of a base model and a chat model do. Embeddings may be padded to another size if the teacher's own
+    tokenizer shows the vocabularies to be equal. A teacher needs at least as many rows of embeddings as the policy,
+    which may sample the token of any row.
     """
     path, name = place
     ours = ("model.path", section.path) if section.tokenizer is None else ("model.tokenizer", section.tokenizer)

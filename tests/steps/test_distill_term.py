@@ -49,7 +49,7 @@ def moved(model, params, batch, term, micro=MICRO, **forward):
         forward=Forward(model, **forward),
         loss_fn=nothing,
         loop=Loop(mini_batch_size=len(batch.tokens), micro_batching=micro),
-        optimizer=sgd(lambda step: 1.0, max_norm=None),
+        optimizer=sgd(lambda step: 1.0, max_grad_norm=None),
         terms=PolicyTerms(temperature=TEMPERATURE),
         distill=term,
     )
