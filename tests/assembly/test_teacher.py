@@ -325,7 +325,7 @@ def test_several_teachers_each_teach_their_rows_and_one_has_the_bits_of_a_teache
     expected = alone[one].where(first, alone[one] / 4 + 0.75 * alone[two])
     torch.testing.assert_close(rows.teacher_log_probs, expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(
-        ValueError, match=r"a row's teacher is 'train', and model\.teachers has no such name; there are"
+        ValueError, match=r"a row's teacher is 'train', and model\.teachers has no"
     ):
         first_rows(task, named | {"model.teacher_by": "source"})
 
@@ -344,10 +344,10 @@ def test_teachers_that_are_adapters_stand_on_one_base(task, tmp_path):
         taught[name], merged[name] = str(tmp_path / name), str(tmp_path / f"{name}-whole")
     found = [first_rows(task, {"model.teachers": each}).teacher_log_probs for each in (taught, merged)]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    write(tmp_path / "other", seed=1, characters="01234567+89=", width=16, layers=1)
+    given = {"model.teacher_path": None, "model.teachers": {"one": taught["one"], "two": str(tmp_path / "other")}}
     with pytest.raises(files.SettingsError, match=r"model\.teachers\.two = '.*': its tokenizer is not that of"):
-        write(tmp_path / "other", seed=1, characters="01234567+89=", width=16, layers=1)
-        changes = {"model.teacher_path": None, "model.teachers": {"one": taught["one"], "two": str(tmp_path / "other")}}
-        Inputs(settings=settings(task, changes)).need(*TRAIN)
+        Inputs(settings=settings(task, given)).need(*TRAIN)
 
 
 @pytest.mark.parametrize(
