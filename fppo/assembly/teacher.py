@@ -19,6 +19,7 @@ from fppo.fleet import AnyGroup, Here, LocalGroup, on
 from fppo.key import Key
 from fppo.models import lora, lora_files
 from fppo.models.model import Model, Params
+from fppo.pipeline.endpoint import EndpointTeacher
 from fppo.pipeline.feedback import Prompt, PromptByFeedback, TeacherPrompt
 from fppo.pipeline.passes import PolicyFn, PolicyPass, View
 from fppo.pipeline.program import AnnotateStage
@@ -26,7 +27,7 @@ from fppo.pipeline.teacher import LOG_PROBS, TOP, TeachByPolicy, TeacherFn, Teac
 from fppo.pipeline.teachers import SeveralTeachers, Weigh, by_field, by_function, by_weights
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import Lane, to_host
-from fppo.settings.model import ModelSettings, is_adapter
+from fppo.settings.model import ModelSettings, is_adapter, is_endpoint
 from fppo.settings.train import DataSettings, TrainSettings
 from fppo.steps.critic import as_it_is
 from fppo.steps.outputs import Forward
@@ -50,10 +51,14 @@ def make_teacher(here: Here, inputs: Inputs) -> TeacherPass:
 def make_teachers(here: Here, inputs: Inputs) -> SeveralTeachers:
     """Make all of several teachers on a rank; those that are adapters share one base. Raises ValueError for a function
     that does not import, and for files that hold no adapter of the policy's base."""
-    section, made = inputs.settings.model, dict[str, TeacherPass]()
+    section, made = inputs.settings.model, dict[str, TeacherFn]()
     base: tuple[Model, Params] | None = None
     for name, path in section.teachers.items():
         place = path, f"model.teachers.{name}"
+        if is_endpoint(path):
+            url, _, served = path.partition("#")
+            made[name] = EndpointTeacher(url=url.rstrip("/"), model=served, view=view_of_teacher(inputs.settings))
+            continue
         if not is_adapter(path):
             made[name] = _pass_of(load_teacher(section, here.mesh, place), here, inputs)
             continue

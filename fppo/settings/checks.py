@@ -14,6 +14,7 @@ from fppo.settings.checks_places import mesh_rules, placement_problems
 from fppo.settings.checks_rollout import rollout_problems
 from fppo.settings.checks_sft import pass_problems, rate_problems
 from fppo.settings.component import part_problems, signature_of, value_of
+from fppo.settings.model import is_endpoint
 from fppo.settings.resolve import hindrances, passes_before_update, sharing_hindrances
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS, VALUE_HEADS
 from fppo.settings.train import TrainSettings
@@ -157,6 +158,8 @@ def _several(s: TrainSettings) -> Problems:
         return
     if s.model.teacher_path is not None:
         yield problem_at(s, "model.teacher_path", "model.teachers has several; give it a name there, or leave one out")
+    if any(isinstance(x, str) and is_endpoint(x) for x in teachers.values()):
+        yield from _endpoints(s)
     if by is not None:
         yield from unread_problems(s, ["model.teacher_weights"], "rows that have all teachers; leave out teacher_by")
     elif s.actor.distill.used and len(teachers) > 1:
@@ -171,6 +174,17 @@ def _several(s: TrainSettings) -> Problems:
         and ({*weights} != {*teachers} or len(numbers) < len(weights) or abs(sum(numbers) - 1) > 1e-6)
     ):
         yield problem_at(s, "model.teacher_weights", "give each of model.teachers a number of at least 0, 1 in all")
+
+
+def _endpoints(s: TrainSettings) -> Problems:
+    """Yield what does not fit teachers behind addresses."""
+    if s.rollout.temperature != 1:
+        yield problem_at(s, "rollout.temperature", "model.teachers has an address, whose log-probs are of 1; give 1")
+    if s.actor.distill.used:
+        yield problem_at(s, "actor.distill.name", "model.teachers has an address, which tells of sampled tokens alone")
+    if s.mesh.least_ranks > 1:
+        text = "model.teachers has an address, and each rank would ask it for all rows; give one rank"
+        yield Problem("mesh", s.mesh.least_ranks, text)
 
 
 def _by_policy(s: TrainSettings) -> Problems:

@@ -66,9 +66,15 @@ def is_adapter(path: str) -> bool:
     return Path(path, "adapter_config.json").is_file()
 
 
+def is_endpoint(path: str) -> bool:
+    """Whether the place of a teacher is an address."""
+    return path.startswith(("http://", "https://"))
+
+
 def whole_teachers(section: ModelSettings) -> dict[str, str]:
-    """The directories of teachers by name that are whole models, without adapters."""
-    return {name: path for name, path in section.teachers.items() if not is_adapter(path)}
+    """The directories of teachers by name that are whole models, without adapters and addresses."""
+    named = ((name, x) for name, x in section.teachers.items() if isinstance(x, str))
+    return {name: x for name, x in named if not is_adapter(x) and not is_endpoint(x)}
 
 
 def _named_paths(table: Mapping[str, object]) -> str | None:
@@ -91,7 +97,7 @@ class ModelSettings:
     teacher_decay: float | None = setting(None, at_least(0), at_most(1))
     """In place of teacher_path: the policy, averaged; the part that a step keeps. 0: as it is, 1: as at the start."""
     teachers: Table = setting(dict, _named_paths)
-    """In place of teacher_path several by name: directories of models, or of adapters that stand on path's weights."""
+    """In place of teacher_path several by name: models, adapters on path's weights, or http://HOST/v1#MODEL of vLLM."""
     teacher_by: str | None = setting(None, nonempty("give a field of the rows, or module:function"))
     """Which of them a row has: a field with its name, source, or module:function of the row; None: all, by weights."""
     teacher_weights: Table = setting(dict)

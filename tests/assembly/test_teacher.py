@@ -324,9 +324,7 @@ def test_several_teachers_each_teach_their_rows_and_one_has_the_bits_of_a_teache
     assert 0 < first.sum() < 8
     expected = alone[one].where(first, alone[one] / 4 + 0.75 * alone[two])
     torch.testing.assert_close(rows.teacher_log_probs, expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(
-        ValueError, match=r"a row's teacher is 'train', and model\.teachers has no"
-    ):
+    with pytest.raises(ValueError, match=r"a row's teacher is 'train', and model\.teachers has no"):
         first_rows(task, named | {"model.teacher_by": "source"})
 
 
