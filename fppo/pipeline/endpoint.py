@@ -1,4 +1,4 @@
-"""A teacher behind HTTP, which tells the log-probs of a prompt's tokens by OpenAI's completions, as vLLM serves them."""
+"""A teacher behind HTTP, which tells the log-probs of a prompt's tokens by OpenAI's completions, as vLLM does."""
 
 from __future__ import annotations
 
