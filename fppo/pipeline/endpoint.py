@@ -58,7 +58,7 @@ class EndpointTeacher:
         """The log-probs of a row's tokens; 0 for the first."""
         body = {"model": self.model, "prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 1}
         body |= {"temperature": 1.0, "return_tokens_as_token_ids": True}
-        noted = self._asked(body)
+        noted = self._post(body)
         tokens, numbers = noted.get("tokens") or (), noted.get("token_logprobs") or ()
         if [str(x) for x in tokens[: len(ids)]] != [f"{_ID}{x}" for x in ids]:
             text = (
@@ -69,7 +69,7 @@ class EndpointTeacher:
             raise ValueError(f"{self.url}: it told no log-probs of some of {len(ids)} tokens; it must echo them all")
         return [0.0, *map(float, numbers[1 : len(ids)])]
 
-    def _asked(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _post(self, body: dict[str, Any]) -> dict[str, Any]:
         data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.url}/completions", data=data, headers=headers)
         try:

@@ -65,7 +65,7 @@ def test_rows_have_the_servers_log_probs_of_their_own_tokens(server):
 def test_what_a_server_does_not_do_is_named_with_its_address(server):
     url, _, shift = server
     rows, teacher = tiny.experience(0, 2), EndpointTeacher(url=url, model="right")
-    with pytest.raises(ValueError, match=r"127\.0\.0\.1.*of temperature 1, rows of 0\.5"):
+    with pytest.raises(ValueError, match=r"127\.0\.0\.1.*of temperature 1, and rows of 0\.5"):
         teacher(rows, 0.5)
     with pytest.raises(ValueError, match=r"127\.0\.0\.1.*: it refuses a completion with 404: no such model"):
         EndpointTeacher(url=url, model="wrong")(rows, 1.0)
