@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from fppo import data
 from fppo.assembly.adapters import check_export, shape_of
 from fppo.assembly.environments import maker_of
-from fppo.assembly.functions import advantage_of, check_laws, check_own_kernels, optimizer_of, policy_loss
+from fppo.assembly.functions import advantage_of, check_laws, check_own_kernels, distill_term, optimizer_of, policy_loss
 from fppo.assembly.inputs import Check, Inputs, attempt, or_none
 from fppo.assembly.parts import (
     axes_at,
@@ -35,6 +35,7 @@ from fppo.assembly.texts import config_of, config_place
 from fppo.assembly.trials import value_problems
 from fppo.data import PromptSet
 from fppo.data.privileged import TEACHER_PROMPT
+from fppo.fields import module_function
 from fppo.models.lengths import positions
 from fppo.models.model import Model
 from fppo.pipeline.checks import Usage
@@ -49,6 +50,8 @@ from fppo.settings.learning import OptimizerSettings
 from fppo.settings.model import is_adapter, whole_teachers
 from fppo.settings.modules import kernels_named
 from fppo.settings.train import TrainSettings
+from fppo.steps.outputs import Top
+from fppo.workers.imports import imported
 from fppo_kernels.table import Kernels
 
 Build = Callable[[], Model]
@@ -70,6 +73,11 @@ def _functions(inputs: Inputs, kernels: Kernels) -> Iterator[Check]:
     yield partial(policy_loss, s.actor.loss)
     yield partial(advantage_of, s.algorithm, kernels)
     yield partial(_check_values, s)
+    if s.actor.distill.used:
+        yield partial(distill_term, s.actor.distill, Top(1, 1))
+    for name, path in ((s.data.teacher_function, "data.teacher_prompt"), (s.model.teacher_by, "model.teacher_by")):
+        if name is not None and module_function(name) is None:
+            yield partial(imported, name, path)
     optimizers = {path: part for path, part, _ in parts(s) if path in ("actor.optimizer", "critic.optimizer")}
     for path, part in optimizers.items():
         if isinstance(part, OptimizerSettings) and not part.keywords:  # else its values are checked
