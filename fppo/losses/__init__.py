@@ -13,6 +13,7 @@ from fppo.losses.correction import (
     off_policy_metrics,
     rollout_correction,
 )
+from fppo.losses.divergences import forward_kl, jensen_shannon, reverse_kl, with_tail
 from fppo.losses.entropy import EntropyState, entropy_counts, entropy_quantiles, entropy_target, update_entropy
 from fppo.losses.kl import KL_KINDS, REWARD_KINDS, KLState, kl_estimate, kl_term, sequence_kl, update_kl
 from fppo.losses.policy import (
@@ -60,10 +61,12 @@ from fppo.losses.value import (
 )
 from fppo.losses.weights import MODES, Totals, count_totals, loss_weights, positive_weights
 
+DIVERGENCES = {fn.__name__: fn for fn in (reverse_kl, forward_kl, jensen_shannon)}
 _ALONE = (ppo_clip, gspo, sapo, gpg, cispo, gmpo, dppo_tv, dppo_kl, dro, vespo, dcpo, ce_gppo, aspo, drpo, opsm, topr)
 POLICY_LOSSES = {fn.__name__: fn for fn in _ALONE}  # by name: those that need no selection of tokens
 
 __all__ = [
+    "DIVERGENCES",
     "KL_KINDS",
     "LEVELS",
     "MODES",
@@ -89,6 +92,7 @@ __all__ = [
     "entropy_counts",
     "entropy_quantiles",
     "entropy_target",
+    "forward_kl",
     "geometric_mean",
     "gmpo",
     "gpg",
@@ -97,6 +101,7 @@ __all__ = [
     "hl_gauss_head",
     "huber_head",
     "huber_value_loss",
+    "jensen_shannon",
     "kl_cov",
     "kl_estimate",
     "kl_term",
@@ -111,6 +116,7 @@ __all__ = [
     "ppo_clip",
     "quantile_head",
     "quantile_loss",
+    "reverse_kl",
     "rollout_correction",
     "sapo",
     "select_clip_cov",
@@ -125,4 +131,5 @@ __all__ = [
     "update_kl",
     "value_loss",
     "vespo",
+    "with_tail",
 ]

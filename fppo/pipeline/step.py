@@ -79,7 +79,10 @@ def ppo_step(
     critic, actor = (_untimed(done[role][0]) if role in done else state for role, state in before.items())
     updated = {role: report for role, (_, report) in done.items()}
     entropy, held = explored(run.entropy, updated.get("actor"), rule=program.hold_entropy)
-    after = replace(run, actor=actor, critic=critic, kl=kl, pretraining=progress, entropy=entropy)
+    teacher = run.teacher
+    if teacher is not None and "actor" in done:
+        teacher = program.follow(teacher, actor.params)
+    after = replace(run, actor=actor, critic=critic, teacher=teacher, kl=kl, pretraining=progress, entropy=entropy)
     after = replace(after, cursor=cursor, step=run.step + 1, ahead=run.ahead[1:])
     for role, (state, _) in updates.items():
         if role in done and state is not None:
@@ -154,7 +157,7 @@ def _not_finite(params: Params) -> list[str]:
 
 def _all_here(run: RunState) -> bool:
     """True if all parameters live in this process."""
-    trees = (run.actor.params, run.critic and run.critic.params, run.ref)
+    trees = (run.actor.params, run.critic and run.critic.params, run.ref, run.teacher)
     return all(isinstance(x, Tensor) for params in trees for x in (params or {}).values())
 
 

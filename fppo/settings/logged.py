@@ -11,7 +11,7 @@ from fppo.settings.train import TrainSettings
 HELD_OUT = re.compile(r"val-(core|aux)/(.+)/(mean|best|maj)@(\d+)(/mean)?")
 FAMILIES = (
     *("actor", "critic", "curriculum", "perf", "prompt_length", "response_length", "reward", "rollout", "rollout_corr"),
-    *("timing_s", "training", "val-aux", "val-core"),
+    *("teacher", "timing_s", "training", "val-aux", "val-core"),
 )
 _SPREAD = ("mean", "max", "min")
 NAMES = (
@@ -19,6 +19,7 @@ NAMES = (
     *(f"actor/{x}" for x in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "reward_kl_penalty", "skipped")),
     *(f"perf/{x}/{role}" for x in ("shared_tokens", "shared_flops") for role in ("actor", "critic")),
     *("actor/reward_kl_penalty_coeff", "actor/teacher_kl", "actor/entropy_coef"),
+    *("actor/distill_loss", "teacher/taught", "teacher/over_long"),
     *(f"actor/entropy/p{percent}" for percent in (10, 50, 90)),
     *("actor/balance_loss", "actor/router_z_loss", "actor/expert_load/max"),
     *(f"critic/{x}/{of}" for x in ("score", "rewards", "advantages", "returns", "values") for of in _SPREAD),

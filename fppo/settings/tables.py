@@ -16,6 +16,10 @@ POLICY_LOSSES: Functions = {  # the loss, and what selects tokens from a mini-ba
     **{name: (f"{_LOSSES}:{name}",) for name in ("dppo_tv", "dppo_kl", "dro", "vespo", "dcpo", "ce_gppo")},
     **{name: (f"{_LOSSES}:{name}",) for name in ("aspo", "drpo", "opsm", "topr")},
 }
+DIVERGENCES: Functions = {  # of log-probs of the policy and a teacher, and the mask
+    "none": (),
+    **{name: (f"fppo.losses.divergences:{name}",) for name in ("reverse_kl", "forward_kl", "jensen_shannon")},
+}
 _GROUPED, _TEMPORAL = (f"fppo.advantages.{module}" for module in ("grouped", "temporal"))
 ESTIMATORS: Functions = {  # of columns of the batch, by their names
     "gae": (f"{_TEMPORAL}:gae",),
