@@ -21,12 +21,12 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 VARIABLE = "FPPO_BUILD_KERNELS"
-FLAGS = "-O3 -DNDEBUG -std=c++20 -fPIC -shared -fopenmp -fno-trapping-math -fno-signed-zeros -Wno-psabi".split()
+FLAGS = ["-O3", "-DNDEBUG", "-std=c++20", "-fPIC", "-shared", "-fopenmp", "-fno-trapping-math", "-fno-signed-zeros"]
 
 
 def compiled(text: str, level: str, out: Path, compiler: str) -> None:
     """Compile a program for a level of x86-64. Raises RuntimeError with the compiler's words."""
-    command = [compiler, *FLAGS, f"-march={level}", "-x", "c++", "-", "-o", str(out)]
+    command = [compiler, *FLAGS, "-Wno-psabi", f"-march={level}", "-x", "c++", "-", "-o", str(out)]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{out.name} does not compile for {level}: {done.stderr.strip()}")
@@ -48,9 +48,9 @@ class KernelsHook(BuildHookInterface):
         if version == "editable":
             raise ValueError(f"{VARIABLE} is for wheels; an installation in place compiles kernels at their first use")
         if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-            raise ValueError(f"{VARIABLE}: kernels are built in on Linux on x86-64 only, got {sysconfig.get_platform()}")
+            raise ValueError(f"{VARIABLE}: kernels are built in on Linux on x86-64, not on {sysconfig.get_platform()}")
         sys.path.insert(0, str(Path(self.root) / "kernels"))
-        from fppo_kernels import _built
+        from fppo_kernels import prebuilt
 
         compiler = os.environ.get("CXX", "g++")
         said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
@@ -59,14 +59,14 @@ class KernelsHook(BuildHookInterface):
         (self._folder / "build.json").write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = []
-            for level in _built.LEVELS:
+            for level in prebuilt.LEVELS:
                 (self._folder / level).mkdir()
-                for path in _built.paths():
-                    out = self._folder / level / _built.file_name(path)
-                    jobs.append(pool.submit(compiled, _built.program(path), level, out, compiler))
+                for path in prebuilt.paths():
+                    out = self._folder / level / prebuilt.file_name(path)
+                    jobs.append(pool.submit(compiled, prebuilt.program(path), level, out, compiler))
             for job in jobs:
                 job.result()
-        build_data["force_include"][str(self._folder)] = f"fppo_kernels/{_built.BUILT}"
+        build_data["force_include"][str(self._folder)] = f"fppo_kernels/{prebuilt.LIBRARIES}"
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 

@@ -20,7 +20,7 @@ from fppo.settings.resolve import Machine
 from fppo.settings.rollout import RolloutSettings
 from fppo.settings.train import DataSettings, TrainSettings
 from fppo.workers.imports import import_modules
-from fppo_kernels import _built, _cpp
+from fppo_kernels import _cpp, prebuilt
 from fppo_kernels import table as tables
 from fppo_kernels.linear.onednn import fast_on_this_processor
 
@@ -50,10 +50,10 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
         return resolve.resolved(settings, machine_of([*policies, *_built(section, paths)], capability))
     policy = policies[0] if policies else None
     onednn = policy is not None and _width(policy) >= _WIDE and fast_on_this_processor()
-    wants, built = settings.rollout.exact or section.cpp, _built.here()
-    unfit = built if isinstance(built, str) and built != _built.NONE else None
+    wants, build = settings.rollout.exact or section.cpp, prebuilt.here()
+    unfit = build if isinstance(build, str) and build != prebuilt.NONE else None
     if wants == resolve.AUTO:
-        sections, at_once = (settings.data, settings.rollout, settings.actor), isinstance(built, _built.Build)
+        sections, at_once = (settings.data, settings.rollout, settings.actor), isinstance(build, prebuilt.Build)
         wants = policy is not None and (at_once or work_of(policy, settings.steps, *sections) >= _ENOUGH)
     if not wants:
         return resolve.resolved(settings, attrs.evolve(resolve.CPU, onednn=onednn, unfit_build=unfit))

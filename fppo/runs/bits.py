@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from fppo import devices
-from fppo_kernels import _built
+from fppo_kernels import prebuilt
 
 THREADS = "threads"
 _VARIABLES = re.compile(
@@ -38,7 +38,7 @@ def ground() -> dict[str, str]:
         "deterministic algorithms": "on" if torch.are_deterministic_algorithms_enabled() else "off",
     }
     accelerator = devices.named("auto", "device")
-    if isinstance(built := _built.here(), _built.Build) and not devices.is_accelerator(accelerator):
+    if isinstance(built := prebuilt.here(), prebuilt.Build) and not devices.is_accelerator(accelerator):
         found["kernels in C++"] = str(built)
     if devices.is_accelerator(accelerator):
         found["GPU"] = devices.title(accelerator)

@@ -2,7 +2,8 @@
 
 On a CPU passes are in float32, and vLLM captures no graphs. Kernels are in C++ where they are built in, for a run that
 is long enough, or with `model.cpp`, if the model has places for them; else they are `sdpa`, `chunked` and the model's
-own layers. Linear layers multiply by oneDNN where that is faster. With `rollout.exact` they always do, and the kernels are in C++.
+own layers. Linear layers multiply by oneDNN where that is faster. With `rollout.exact` they always do, and the kernels
+are in C++.
 On a GPU of CUDA passes are in bfloat16 (parameters and moments stay float32), with `varlen` attention, `triton` for
 log-probs and inside the layers, graphs of passes of few tokens, and a vLLM that captures graphs. Kernels that do not
 run there give way to those that run everywhere; for attention and log-probs a line says why. On other accelerators
@@ -36,8 +37,8 @@ class Machine:
     """A machine: the kind of its device, a GPU's compute capability, and reasons against kernels, by "op/name".
 
     `compiles` (for `model.cpp = "auto"`): whether the run is long enough to compile kernels, or they are built in;
-    `no_compiler`: why that is impossible; `unfit_build`: why those built in are not used. `onednn` (for `model.linear = "auto"`): whether oneDNN multiplies float32 matrices of the policy's width
-    faster than torch.
+    `no_compiler`: why that is impossible; `unfit_build`: why those built in are not used. `onednn` (for `model.linear =
+    "auto"`): whether oneDNN multiplies float32 matrices of the policy's width faster than torch.
     """
 
     device: str = "cpu"

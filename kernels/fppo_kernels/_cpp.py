@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from fppo_kernels import _built
+from fppo_kernels import prebuilt
 
 _BEGUN, _DONE = "begun", "done"
 _PATIENCE = 600.0  # seconds that another process may take to compile a program
@@ -29,13 +29,13 @@ def _library(path: str) -> ctypes.CDLL:
     marker file beside the cache records the beginning and the end of a build. A build that has begun, but has not
     ended, is repeated under another name.
     """
-    if isinstance(built := _built.here(), _built.Build):
+    if isinstance(built := prebuilt.here(), prebuilt.Build):
         return built.libraries[path]
     from filelock import FileLock
     from torch._inductor.codecache import CppCodeCache  # here: the import takes a second, and nothing else needs it
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    program = _built.program(path)
+    program = prebuilt.program(path)
     name = hashlib.sha256(f"{torch.__version__}\n{program}".encode()).hexdigest()[:32]
     note = Path(cache_dir()) / "fppo" / name
     note.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def _library(path: str) -> ctypes.CDLL:
 def failure() -> str | None:
     """Load all programs, compiling them unless they are built in or cached, which takes seconds. Returns the reason
     for a failure in one line, or None."""
-    for path in _built.paths():
+    for path in prebuilt.paths():
         try:
             _library(path)
         except Exception as error:  # errors of the compiler, the cache's folder, the loader

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import attrs
 
-from fppo_kernels import _built
+from fppo_kernels import prebuilt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,7 +79,7 @@ def lacks_cpp_compiler() -> str | None:
 
 def needs_cpp() -> str | None:
     """The reason why kernels in C++ are neither built in nor can be compiled here, or None."""
-    return None if isinstance(_built.here(), _built.Build) else lacks_cpp_compiler()
+    return None if isinstance(prebuilt.here(), prebuilt.Build) else lacks_cpp_compiler()
 
 
 def _needs_cpp() -> str | None:

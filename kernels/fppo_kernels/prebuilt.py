@@ -1,6 +1,6 @@
 """Programs in C++ that a wheel brings compiled, for several instruction sets. No torch is imported here.
 
-The folder `_built` has `build.json` and a folder of libraries for each level of x86-64. The build hook of the
+The folder `_libraries` has `build.json` and a folder of libraries for each level of x86-64. The build hook of the
 distribution (`hatch_build.py`) writes both; other installations have no such folder.
 """
 
@@ -16,16 +16,16 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
-BUILT = "_built"
+LIBRARIES = "_libraries"
 _HEADERS = ("_numbers.h", "_vectors.h")  # the start of every program
-_V3 = frozenset(
-    "abm avx avx2 bmi1 bmi2 cx16 f16c fma lahf_lm movbe popcnt sse4_1 sse4_2 ssse3 xsave".split()
-)
+_V2 = frozenset({"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"})
+_V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
+_V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 # what /proc/cpuinfo calls the instructions of each level, and torch the sets that it may use; the best level first.
 # Without AVX2 the programs are several times slower than the default kernels.
 _LEVELS = MappingProxyType(
     {
-        "x86-64-v4": (_V3 | {*"avx512bw avx512cd avx512dq avx512f avx512vl".split()}, ("AVX512",)),
+        "x86-64-v4": (_V4, ("AVX512",)),
         "x86-64-v3": (_V3, ("AVX512", "AVX2")),
     }
 )
@@ -91,17 +91,23 @@ def loaded(folder: Path, torch_version: str, level: str | None) -> Build | str:
     return Build(level, facts["compiler"], MappingProxyType(libraries))
 
 
-@functools.cache
-def here() -> Build | str:
-    """Load the programs that are built in and fit this process, or say in a phrase why there are none."""
-    if not (FOLDER / BUILT).is_dir():
-        return NONE
-    import torch  # its OpenMP is the one that the libraries share
+def level_here() -> str | None:
+    """The level of x86-64 for this process; None if it has none, or is not on Linux."""
+    import torch
 
     try:
         known = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
     except OSError:
-        known = []
+        return None
     flags = next((line.partition(":")[2].split() for line in known if line.startswith("flags")), [])
-    level = level_of(flags, torch.backends.cpu.get_cpu_capability())
-    return loaded(FOLDER / BUILT, torch.__version__, level)
+    return level_of(flags, torch.backends.cpu.get_cpu_capability())
+
+
+@functools.cache
+def here() -> Build | str:
+    """Load the programs that are built in and fit this process, or say in a phrase why there are none."""
+    if not (FOLDER / LIBRARIES).is_dir():
+        return NONE
+    import torch  # its OpenMP is the one that the libraries share
+
+    return loaded(FOLDER / LIBRARIES, torch.__version__, level_here())
