@@ -59,11 +59,17 @@ def test_programs_that_do_not_fit_are_refused_in_a_line(folder, tmp_path_factory
     assert prebuilt.loaded(folder, "2.14.1", v3) == "those built in are not of the present glu/_numbers.cpp"
 
 
-def test_a_library_is_of_the_text_of_one_program():
+def test_a_library_is_of_the_text_of_one_program(tmp_path, monkeypatch):
     names = {prebuilt.file_name(path) for path in prebuilt.paths()}
     assert len(names) == len(prebuilt.paths()) > 5
-    texts = [prebuilt.program(path) for path in prebuilt.paths()]
-    assert all(text.startswith((prebuilt.FOLDER / "_numbers.h").read_text("utf-8")) for text in texts)
+    for path in ("_numbers.h", "_vectors.h", *prebuilt.paths()):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text((prebuilt.FOLDER / path).read_text("utf-8"))
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
+    assert {prebuilt.file_name(path) for path in prebuilt.paths()} == names
+    with (tmp_path / "_vectors.h").open("a") as file:
+        file.write("// changed\n")
+    assert not names & {prebuilt.file_name(path) for path in prebuilt.paths()}
 
 
 @pytest.mark.skipif(lacks_cpp_compiler() is not None, reason="needs a C++ compiler")
