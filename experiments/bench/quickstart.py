@@ -43,7 +43,7 @@ def warm_up(cpp: bool, updates: int) -> None:
 def ppo(cpp: bool, steps: int, place: Path) -> None:
     quickstart.prepare(place, 0, steps=1)
     changes = {"steps": steps, "model.cpp": cpp, "eval.every": 10**6}
-    with contextlib.redirect_stdout(None):
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         train(files.replace(quickstart.settings(place, 0), changes))
 
 

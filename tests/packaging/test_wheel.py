@@ -125,7 +125,7 @@ def test_a_run_needs_the_wheel_alone(wheel, tmp_path):
     for name in ("train", "test"):
         rows = [{"question": f"1+{number}", "answer": f"{1 + number}"} for number in range(8)]
         (installed.home / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (installed.home / "my_rewards.py").write_text("def politeness(**row):\n    return 0.0\n")
+    (installed.home / "my_rewards.py").write_text("def politeness(sample):\n    return 0.0\n")
     (installed.home / "run.toml").write_text(RUN)
     assert "politeness" in installed.run("fppo", "check", "run.toml")
 
