@@ -20,7 +20,7 @@ from fppo.settings.resolve import Machine
 from fppo.settings.rollout import RolloutSettings
 from fppo.settings.train import DataSettings, TrainSettings
 from fppo.workers.imports import import_modules
-from fppo_kernels import _cpp
+from fppo_kernels import _cpp, prebuilt
 from fppo_kernels import table as tables
 from fppo_kernels.linear.onednn import fast_on_this_processor
 
@@ -51,16 +51,18 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
         return resolve.resolved(settings, machine_of([*policies, *_built(section, paths)], capability))
     policy = policies[0] if policies else None
     onednn = policy is not None and _width(policy) >= _WIDE and fast_on_this_processor()
-    wants = settings.rollout.exact or section.cpp
+    wants, build = settings.rollout.exact or section.cpp, prebuilt.here()
+    unfit = build if isinstance(build, str) and build != prebuilt.NONE else None
     if wants == resolve.AUTO:
-        sections = settings.data, settings.rollout, settings.actor
-        wants = policy is not None and work_of(policy, settings.steps, *sections) >= _ENOUGH
+        sections, at_once = (settings.data, settings.rollout, settings.actor), isinstance(build, prebuilt.Build)
+        wants = policy is not None and (at_once or work_of(policy, settings.steps, *sections) >= _ENOUGH)
     if not wants:
-        return resolve.resolved(settings, attrs.evolve(resolve.CPU, onednn=onednn))
+        return resolve.resolved(settings, attrs.evolve(resolve.CPU, onednn=onednn, unfit_build=unfit))
     machine, why = machine_of([*policies, *_built(section, paths)], None), tables.needs_cpp() or _cpp.failure()
     if why is not None:
         machine = attrs.evolve(machine, refusals={**machine.refusals, **_without_cpp(why)})
-    return resolve.resolved(settings, attrs.evolve(machine, compiles=True, no_compiler=why, onednn=onednn))
+    machine = attrs.evolve(machine, compiles=True, no_compiler=why, onednn=onednn, unfit_build=unfit)
+    return resolve.resolved(settings, machine)
 
 
 def _width(policy: Model) -> int:
@@ -72,7 +74,7 @@ def work_of(policy: Model, steps: int, rows: DataSettings, rollout: RolloutSetti
     """FLOPs of the policy's passes in `steps` steps, with rows as long as the settings allow.
 
     The number depends on the settings alone, so that the kernels chosen by it are the same whatever was compiled
-    before.
+    before. Where kernels are built in, no run is too short for them.
     """
     length = rows.max_prompt_tokens + rollout.max_tokens
     forward = flops.forward_flops(policy, [length], head_tokens=rollout.max_tokens)

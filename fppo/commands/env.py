@@ -18,7 +18,8 @@ import fppo
 from fppo import devices
 from fppo.commands.options import EnvOptions
 from fppo.runs import bits, origins
-from fppo_kernels.table import BUILTIN, needs_compiler, needs_cpp
+from fppo_kernels import prebuilt
+from fppo_kernels.table import BUILTIN, lacks_cpp_compiler, needs_compiler
 
 _NOT_FOR_USERS = ("test", "docs")  # extras
 _COLUMNS, _INDENT = 100, 12
@@ -40,7 +41,8 @@ def found() -> dict[str, Any]:
         "devices": _devices(),
         "computes": {name: text for name, text in ground.items() if name not in os.environ},
         "variables": [name for name in ground if name in os.environ],
-        "compiler": needs_cpp() or _compiler(),
+        "compiler": lacks_cpp_compiler() or _compiler(),
+        "built_in": str(prebuilt.here()),
         "compile": needs_compiler() or "runs",
         "kernels": {op: {name: x.refuse() or "runs" for name, x in each.items()} for op, each in BUILTIN.items()},
         "extras": _extras(),

@@ -24,6 +24,8 @@ from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
 from fppo.steps.supervised import Demonstrations, demonstrations, imitate
 from fppo.steps.train_state import Params
+from fppo_kernels import prebuilt
+from fppo_kernels.table import BUILTIN, Kernels
 
 if TYPE_CHECKING:
     from fppo.settings.learning import OptimizerSettings
@@ -157,6 +159,12 @@ def warm_up(
     )
 
 
+def warm_up_kernels() -> Kernels:
+    """Kernels for a warm-up: those in C++ where they are built in. To compile them would take as long as it does."""
+    able = [op for op, each in BUILTIN.items() if "cpp" in each and each["cpp"].refuse() is None]
+    return Kernels.named(**dict.fromkeys(able if isinstance(prebuilt.here(), prebuilt.Build) else [], "cpp"))
+
+
 def warmed_up(
     key: Key, *, steps: int = 600, on_step: Callable[[int, float], None] = lambda step, loss: None
 ) -> tuple[PreTrainedTokenizerFast, Model, Params]:
@@ -165,11 +173,8 @@ def warmed_up(
     model = small_model(len(tokenizer))
     params = models.init_params(model, key.fold("init"))
     train, _ = sums()
-    return (
-        tokenizer,
-        model,
-        warm_up(Forward(model), params, train, key, tokenizer=tokenizer, steps=steps, on_step=on_step),
-    )
+    forward = Forward(model, warm_up_kernels())
+    return tokenizer, model, warm_up(forward, params, train, key, tokenizer=tokenizer, steps=steps, on_step=on_step)
 
 
 def prompt_sets(tokenizer: PreTrainedTokenizerFast) -> tuple[PromptSet, PromptSet]:

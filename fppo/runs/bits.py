@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from fppo import devices
+from fppo_kernels import prebuilt
 
 THREADS = "threads"
 _VARIABLES = re.compile(
@@ -20,8 +21,8 @@ _BUILDS = re.compile(r"oneAPI Math Kernel Library Version ([\d.]+)|MKL-DNN v([\d
 
 
 def ground() -> dict[str, str]:
-    """Describe how this process computes: threads of an operation, instruction set, processor, builds, switches, and
-    variables of the environment.
+    """Describe how this process computes: threads of an operation, instruction set, processor, builds, switches,
+    kernels that are built in, and variables of the environment.
 
     The number of operations at a time (inter-op threads) is left out: no bits depend on it.
     """
@@ -37,6 +38,8 @@ def ground() -> dict[str, str]:
         "deterministic algorithms": "on" if torch.are_deterministic_algorithms_enabled() else "off",
     }
     accelerator = devices.named("auto", "device")
+    if isinstance(built := prebuilt.here(), prebuilt.Build) and not devices.is_accelerator(accelerator):
+        found["kernels in C++"] = str(built)
     if devices.is_accelerator(accelerator):
         found["GPU"] = devices.title(accelerator)
     if accelerator.type == "cuda":

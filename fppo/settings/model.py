@@ -150,7 +150,7 @@ class ModelSettings:
     share_prompts: Literal["auto"] | bool = setting("auto")
     """Compute what rows begin with alike, as a prompt, once per pass; auto: where it saves a tenth of the tokens."""
     cpp: Literal["auto"] | bool = setting("auto")
-    """On a CPU, have kernels in C++ for what says auto, compiled once, in seconds; auto: where the run is long."""
+    """On a CPU, have kernels in C++ for what says auto, compiled once; auto: if built in, or where the run is long."""
     attention: str = setting("auto", nonempty("give the name of an attention kernel, as sdpa, or auto"))
     """The kernel for packed attention: auto, sdpa, eager, cpp, flash, varlen, flex, fixed; or module:function."""
     decode_attention: str = setting("auto", nonempty("give the name of a kernel for attention in decoding, or auto"))

@@ -1,8 +1,8 @@
 """Resolution of the settings that say "auto" on a machine: one place, and a pure function of the machine.
 
-On a CPU passes are in float32, and vLLM captures no graphs. Kernels are in C++ for a run that is long enough, or with
-`model.cpp`, where the model has places for them; else they are `sdpa`, `chunked` and the model's own layers. Linear
-layers multiply by oneDNN where that is faster.
+On a CPU passes are in float32, and vLLM captures no graphs. Kernels are in C++ where they are built in, for a run that
+is long enough, or with `model.cpp`, if the model has places for them; else they are `sdpa`, `chunked` and the model's
+own layers. Linear layers multiply by oneDNN where that is faster.
 On a GPU of CUDA passes are in bfloat16 (parameters and moments stay float32), with `varlen` attention, `triton` for
 log-probs and inside the layers, graphs of passes of few tokens, and a vLLM that captures graphs. Kernels that do not
 run there give way to those that run everywhere; for attention and log-probs a line says why. On other accelerators
@@ -36,9 +36,9 @@ _BFLOAT16 = (8, 0)  # the compute capability from which on GPUs multiply in bflo
 class Machine:
     """A machine: the kind of its device, a GPU's compute capability, and reasons against kernels, by "op/name".
 
-    `compiles` (for `model.cpp = "auto"`): whether the run is long enough to compile kernels; `no_compiler`: why that is
-    impossible. `onednn` (for `model.linear = "auto"`): whether oneDNN multiplies float32 matrices of the policy's width
-    faster than torch.
+    `compiles` (for `model.cpp = "auto"`): whether the run is long enough to compile kernels, or they are built in;
+    `no_compiler`: why that is impossible; `unfit_build`: why those built in are not used. `onednn` (for `model.linear =
+    "auto"`): whether oneDNN multiplies float32 matrices of the policy's width faster than torch.
     """
 
     device: str = "cpu"
@@ -46,6 +46,7 @@ class Machine:
     refusals: Mapping[str, str] = attrs.field(factory=dict)
     compiles: bool = False
     no_compiler: str | None = None
+    unfit_build: str | None = None
     onednn: bool = False
 
 
@@ -66,9 +67,10 @@ def takes_cpp(model: ModelSettings, machine: Machine, dtypes: set[str]) -> tuple
     if model.cpp != AUTO:
         return model.cpp, []
     wanted = machine.device == "cpu" and machine.compiles and "float16" not in dtypes
+    lines = [] if machine.unfit_build is None else [f"kernels in C++: {machine.unfit_build}"]
     if not wanted or machine.no_compiler is None:
-        return wanted, []
-    return False, [f"model.cpp false: {machine.no_compiler}; with kernels in C++ this run would be faster"]
+        return wanted, lines
+    return False, [*lines, f"model.cpp false: {machine.no_compiler}; with kernels in C++ this run would be faster"]
 
 
 def kernel(op: str, machine: Machine, dtypes: set[str], *, cpp: bool = False) -> tuple[str, list[str]]:

@@ -1,5 +1,6 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""Programs in C++, compiled when they are first called, by the compiler and into the cache of torch.compile."""
+"""Programs in C++: those that are built in, or else compiled when they are first called, by the compiler and into the
+cache of torch.compile."""
 
 from __future__ import annotations
 
@@ -13,26 +14,28 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-_HEADERS = ("_numbers.h", "_vectors.h")  # the start of every program
-_FOLDER = Path(__file__).parent
+from fppo_kernels import prebuilt
+
 _BEGUN, _DONE = "begun", "done"
 _PATIENCE = 600.0  # seconds that another process may take to compile a program
 
 
 @functools.cache
 def _library(path: str) -> ctypes.CDLL:
-    """Load the compiled program of a file, compiling it unless it is cached. Two processes that need it compile it
-    once.
+    """Load the compiled program of a file, compiling it unless it is built in or cached. Two processes that need it
+    compile it once.
 
     A process that is killed while it compiles may leave half a library, which crashes every process that loads it. So a
     marker file beside the cache records the beginning and the end of a build. A build that has begun, but has not
     ended, is repeated under another name.
     """
+    if isinstance(built := prebuilt.here(), prebuilt.Build):
+        return built.libraries[path]
     from filelock import FileLock
     from torch._inductor.codecache import CppCodeCache  # here: the import takes a second, and nothing else needs it
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    program = "\n".join((_FOLDER / name).read_text("utf-8") for name in (*_HEADERS, path))
+    program = prebuilt.program(path)
     name = hashlib.sha256(f"{torch.__version__}\n{program}".encode()).hexdigest()[:32]
     note = Path(cache_dir()) / "fppo" / name
     note.parent.mkdir(parents=True, exist_ok=True)
@@ -49,9 +52,9 @@ def _library(path: str) -> ctypes.CDLL:
 
 @functools.cache
 def failure() -> str | None:
-    """Compile and load all programs, which takes seconds unless they are cached. Returns the reason for a failure in
-    one line, or None."""
-    for path in sorted(str(file.relative_to(_FOLDER)) for file in _FOLDER.rglob("*.cpp")):
+    """Load all programs, compiling them unless they are built in or cached, which takes seconds. Returns the reason
+    for a failure in one line, or None."""
+    for path in prebuilt.paths():
         try:
             _library(path)
         except Exception as error:  # errors of the compiler, the cache's folder, the loader

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 import attrs
 
+from fppo_kernels import prebuilt
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -67,12 +69,17 @@ def _needs_flex() -> str | None:
 
 def needs_compiler() -> str | None:
     """The reason why torch.compile cannot run here (it needs a C++ compiler for the CPU, Triton for a GPU), or None."""
-    return _lacks("triton", "triton") if _has_cuda() else needs_cpp()
+    return _lacks("triton", "triton") if _has_cuda() else lacks_cpp_compiler()
+
+
+def lacks_cpp_compiler() -> str | None:
+    """The reason why C++ cannot be compiled here, or None."""
+    return None if shutil.which("g++") or shutil.which("clang++") else "no C++ compiler (g++ or clang++) is installed"
 
 
 def needs_cpp() -> str | None:
-    """The reason why C++ cannot be compiled here, or None."""
-    return None if shutil.which("g++") or shutil.which("clang++") else "no C++ compiler (g++ or clang++) is installed"
+    """The reason why kernels in C++ are neither built in nor can be compiled here, or None."""
+    return None if isinstance(prebuilt.here(), prebuilt.Build) else lacks_cpp_compiler()
 
 
 def _needs_cpp() -> str | None:

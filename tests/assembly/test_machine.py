@@ -12,6 +12,7 @@ from fppo import models
 from fppo.assembly import machine
 from fppo.settings import files
 from fppo.settings.resolve import CPU, Machine
+from fppo_kernels import prebuilt
 from fppo_kernels import table as tables
 from tests import tiny_run
 from tests.models.families import CONFIGS
@@ -47,7 +48,8 @@ def asked(tmp_path, monkeypatch):
     monkeypatch.setattr(machine.resolve, "resolved", lambda settings, machine: (settings, machine))
     monkeypatch.setattr(machine.torch.cuda, "get_device_capability", lambda kind: (9, kind.index or 0))
 
-    def found(device=ON_CPU, *, work=0.0, lacks=None, failure=None, **changes):
+    def found(device=ON_CPU, *, work=0.0, lacks=None, failure=None, build=prebuilt.NONE, **changes):
+        monkeypatch.setattr(machine.prebuilt, "here", lambda: build)
         monkeypatch.setattr(machine, "work_of", lambda *_: work)
         monkeypatch.setattr(machine.tables, "needs_cpp", lambda: lacks)
         monkeypatch.setattr(machine._cpp, "failure", lambda: failure)
@@ -80,6 +82,16 @@ def test_a_cpu_compiles_for_a_long_run_or_where_it_is_asked_to(asked, how, compi
     for lacking in ({"lacks": WHY}, {"failure": WHY}, {"lacks": WHY, "failure": "another"}):
         without = attrs.evolve(made, compiles=True, no_compiler=WHY, refusals=made.refusals | WITHOUT)
         assert found(**how, **lacking) == without
+
+
+def test_kernels_that_are_built_in_are_taken_at_once_and_those_that_do_not_fit_are_named(asked):
+    made, found = asked
+    build = prebuilt.Build("x86-64-v3", "g++", {})
+    assert found(build=build) == attrs.evolve(made, compiles=True)
+    assert found(build=build, **{"model.cpp": False}) == CPU
+    other = "those built in are for torch 2.13.0, and this is 2.14.1"
+    assert found(build=other) == attrs.evolve(CPU, unfit_build=other)
+    assert found(build=other, work=1e13) == attrs.evolve(made, compiles=True, unfit_build=other)
 
 
 @pytest.mark.parametrize("cpp", [True, False])

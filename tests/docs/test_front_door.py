@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
 import pytest
 
@@ -33,8 +34,11 @@ def test_reports_of_problems_ask_for_what_fppo_env_prints():
     assert cli.COMMANDS["env"].options is options.EnvOptions
 
 
-def test_the_citation_is_of_this_version():
+def test_the_citation_and_the_changelog_are_of_this_version():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert cited["version"] == fppo.__version__
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    assert cited["version"] == fppo.__version__ == project["version"] == headings[1]
     assert cited["license"] == "Apache-2.0"
     assert {"cff-version", "message", "title", "authors"} <= cited.keys()

@@ -119,6 +119,11 @@ def test_a_cpu_takes_kernels_in_cpp_by_itself_for_a_run_that_is_long_enough():
     half = {"model.compute_dtype": "float16"}
     assert found(long, **half) == found(CPU, **half)
     assert found(H100)[0].cpp is False
+    for machine in (CPU, long):  # a wheel's kernels for another torch
+        told = ["kernels in C++: those built in are for torch 2.13.0"]
+        unfit = attrs.evolve(machine, unfit_build="those built in are for torch 2.13.0")
+        assert found(unfit) == (found(machine)[0], told)
+        assert found(unfit, **{"model.cpp": False}) == plain
 
 
 @pytest.mark.parametrize(("machine", "eager"), [(CPU, True), (H100, False)])
