@@ -154,7 +154,11 @@ def _check_block(block: Any, role: str, path: str) -> None:
 def _answer(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The message of an assistant's blocks."""
     calls = [
-        {"id": x["id"], "type": "function", "function": {"name": x["name"], "arguments": json.dumps(x.get("input", {}))}}
+        {
+            "id": x["id"],
+            "type": "function",
+            "function": {"name": x["name"], "arguments": json.dumps(x.get("input", {}))},
+        }
         for x in blocks
         if x["type"] == "tool_use"
     ]

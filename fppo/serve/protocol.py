@@ -27,7 +27,7 @@ _MESSAGES_KINDS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_PARAMETER = re.compile(r"(^|; )(\w+(?:\[\d+\])?)(?=$|[:.\[])")  # at the beginning of an error
+_PARAMETER = re.compile(r"(^|; )(\w+)(\[\d+\])?(?=$|[:.])")  # at the beginning of an error
 _SEEDS, _IDS = 1 << 63, 1 << 31
 _CHOICES = ("auto", "none", "required")
 _WRITABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # names that every form of calls writes as they are
@@ -76,7 +76,8 @@ def named_as(names: Mapping[str, str]) -> Iterator[None]:
     """A context in which refusals name parameters by the values of `names` instead of its keys."""
 
     def name(found: re.Match[str]) -> str:
-        return found[1] + names.get(found[2], found[2])
+        before, word, place = found.groups("")
+        return before + (names.get(word + place) or names.get(word, word) + place)
 
     try:
         yield

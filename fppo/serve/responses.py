@@ -33,7 +33,17 @@ _SAME = (
     *("model", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed", "stream", "user"),
     "parallel_tool_calls",
 )
-_OWN = ("input", "instructions", "previous_response_id", "tools", "tool_choice", "store", "include", "text")
+_OWN = (
+    "input",
+    "instructions",
+    "previous_response_id",
+    "tools",
+    "tool_choice",
+    "store",
+    "include",
+    "text",
+    "reasoning",
+)
 _HARMLESS = (*IGNORED, "client_metadata", "prompt_cache_options")
 _HELD = "the log-probs of answers are in their episode, at GET /e/NAME"
 _NO: Refused = {
@@ -42,12 +52,15 @@ _NO: Refused = {
     "conversation": ((), "give previous_response_id, or the items"),
     "max_tool_calls": ((), "the client calls all tools"),
     "prompt": ((), "give instructions and input"),
-    "reasoning": (({},), "give the chat template's argument when the server starts"),
     "stream_options": (({}, {"include_obfuscation": False}), "leave it out"),
     "top_logprobs": ((0,), _HELD),
     "truncation": (("disabled",), "nothing is left out of a conversation"),
 }
-_PLAIN = ({}, {"format": {"type": "text"}})  # values of `text` beside its verbosity
+# parameters that are objects: the field that changes nothing here, what else they may be, and advice
+_OBJECTS: Mapping[str, tuple[str, tuple[Any, ...], str]] = {
+    "text": ("verbosity", ({}, {"format": {"type": "text"}}), "nothing constrains what is sampled"),
+    "reasoning": ("summary", ({},), "give the chat template's argument when the server starts"),
+}
 _TEXTS = {"assistant": ("output_text", "input_text"), "user": ("input_text",)}
 _OF_ITEM = ("type", "id", "status")  # fields that every item may have
 _FIELDS = {
@@ -104,7 +117,7 @@ class ResponseRequest(NamedTuple):
 def response_request(body: Mapping[str, Any], stored: Stored) -> ResponseRequest:
     """The request of POST /responses. Raises Refusal."""
     check_names(body, (*_SAME, *_OWN, *_RENAMED), ignored=_HARMLESS, refused=_NO)
-    _check_text(body.get("text"))
+    _check_objects(body)
     include = body.get("include") or []
     if not isinstance(include, list) or any(x != "reasoning.encrypted_content" for x in include):
         raise wrong("include", f"{json.dumps(include)[:100]} is not supported: {_HELD}", "unsupported_parameter")
@@ -129,12 +142,16 @@ def response_request(body: Mapping[str, Any], stored: Stored) -> ResponseRequest
     return ResponseRequest(Translated(chat=asked, names=names), tuple(chat["messages"][len(system) :]), keep)
 
 
-def _check_text(value: Any) -> None:
-    """Raise Refusal for a parameter `text` that asks for more than text."""
-    asked = {name: x for name, x in value.items() if name != "verbosity"} if isinstance(value, dict) else value
-    if asked is not None and asked not in _PLAIN:
-        text = f"{json.dumps(value)[:100]} is not supported: {REFUSED['response_format'][1]}"
-        raise wrong("text", text, "unsupported_parameter")
+def _check_objects(body: Mapping[str, Any]) -> None:
+    """Raise Refusal for parameters that ask for more than plain text, or for thoughts of another kind."""
+    for name, (harmless, plain, advice) in _OBJECTS.items():
+        value = body.get(name)
+        if isinstance(value, dict):
+            asked = {field: x for field, x in value.items() if field != harmless and x is not None}
+            if asked in plain:
+                continue
+        if value is not None:
+            raise wrong(name, f"{json.dumps(value)[:100]} is not supported: {advice}", "unsupported_parameter")
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
@@ -203,16 +220,14 @@ def _message(item: Any, path: str) -> dict[str, Any]:
             raise wrong(f"{path}.summary", "is not supported: thoughts are shown whole, in content")
         text = content_of(item.get("content") or "", f"{path}.content", ("reasoning_text",))
         return {"role": "assistant", "reasoning_content": text}
-    if not isinstance(item.get("call_id"), str):
-        raise wrong(f"{path}.call_id", "give the id of a call")
+    needed = ("call_id", "name") if kind == "function_call" else ("call_id",)
+    if bad := next((name for name in needed if not isinstance(item.get(name), str)), None):
+        raise wrong(f"{path}.{bad}", "give a text")
     if kind == "function_call_output":
         output = content_of(item.get("output"), f"{path}.output", ("input_text",))
         return {"role": "tool", "tool_call_id": item["call_id"], "content": output}
-    function = {"name": item.get("name"), "arguments": item.get("arguments")}
-    return {
-        "role": "assistant",
-        "tool_calls": [{"id": item["call_id"], "type": "function", "function": function}],
-    }
+    function = {"name": item["name"], "arguments": item.get("arguments")}
+    return {"role": "assistant", "tool_calls": [{"id": item["call_id"], "type": "function", "function": function}]}
 
 
 @attrs.frozen(kw_only=True)
