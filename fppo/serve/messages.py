@@ -35,7 +35,7 @@ _NO: Refused = {
     "container": ((), "give tools of your own"),
     "context_management": (({}, {"edits": []}), "the client edits its history"),
     "mcp_servers": (([],), "give tools of your own"),
-    "output_config": (({},), "nothing constrains what is sampled"),
+    "output_config": (({},), "there is no effort, and nothing constrains what is sampled"),
     "thinking": (({"type": "disabled"},), "give the chat template's argument when the server starts"),
 }
 _OF_TOOL = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
@@ -46,7 +46,8 @@ _FIELDS = {
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id", "content", "is_error"),
 }
-_ROLES: Mapping[Any, tuple[str, ...]] = {
+_ROLES: Mapping[str, tuple[str, ...]] = {
+    "system": ("text",),
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "tool_use"),
 }

@@ -387,7 +387,7 @@ def block(*blocks, role="user"):
         ({**chat("a"), "output_config": {"effort": "low"}}, "output_config:"),
         ({**chat("a"), "system": 5}, "system: give a text"),
         ({**chat("a", "b")}, "messages: the last one is the assistant's"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role:"),
+        ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role:"),
         ({"messages": [{"role": "user", "content": "a", "name": "x"}]}, "messages[0].name:"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content:"),
         (block({"type": "image"}), "messages[0].content[0].type:"),
@@ -424,6 +424,8 @@ def test_harmless_parameters_change_nothing():
     assert response_request({"input": "a", **more}, Stored()).translated.chat == asked
     plain = messages_request(chat("a")).chat
     cached = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    said = [{"role": "system", "content": "b"}, *chat("a")["messages"]]
+    assert messages_request({"messages": said}).chat == messages_request({**chat("a"), "system": "b"}).chat
     harmless = {"metadata": {"user_id": "u"}, "thinking": {"type": "disabled"}, "service_tier": "auto"}
     assert messages_request({**block(cached), **harmless}).chat == plain
 
