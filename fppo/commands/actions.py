@@ -27,7 +27,6 @@ from fppo.commands.needs import lines_at_end
 from fppo.commands.options import ServeOptions
 from fppo.fleet import GroupDied, cluster
 from fppo.fleet.clusters import OpenCluster
-from fppo.metrics import report as metric_values
 from fppo.pipeline import replay as replays
 from fppo.pipeline.program import RunState
 from fppo.pipeline.train import StepsOf
@@ -202,7 +201,7 @@ def evaluate(settings: TrainSettings, here: CommandRank = ALONE, *, json: str | 
     Prints a table, as `output.shown` does; all metrics and responses are written to files in output_dir, named on
     standard error. Returns the exit status, 0. Raises ValueError without a checkpoint.
     """
-    with output.shown(json if is_first(here.mesh) else None) as show:
+    with output.shown(json) as show:
         return _evaluate(settings, here, show)
 
 
@@ -224,8 +223,8 @@ def _evaluate(settings: TrainSettings, here: CommandRank, show: output.Show) -> 
         report = evaluations.kept(evaluator.evaluate, lambda step: place, evaluator.tokenizer, here.mesh)(run)
         if is_first(here.mesh):
             numbers = place.with_suffix(".json")
-            evaluations.write_numbers(report, numbers)
-            record = {"step": run.step, "responses": str(place), "metrics": metric_values(report)}
+            metrics = evaluations.write_numbers(report, numbers)
+            record = {"step": run.step, "responses": str(place), "metrics": metrics}
             show("\n".join([f"step {run.step}", *evaluations.table(report)]), record)
             print(f"responses: {place}\nall metrics: {numbers}", file=sys.stderr)
     return 0

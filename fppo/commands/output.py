@@ -51,7 +51,8 @@ def shown(json: str | None) -> Iterator[Show]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-    print(*documents, sep="\n", flush=True)
+    for text in documents:
+        print(text, flush=True)
 
 
 def _show(words: str, record: Any, json: str | None) -> None:
