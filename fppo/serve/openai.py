@@ -34,15 +34,56 @@ MOST_NAME = 256  # characters
 _EPISODE = "/e/{episode}"
 
 
+def _unheard(answer: WholeAnswer) -> None:
+    """Take no notice of an answer's end."""
+    del answer
+
+
 def router_of(service: Service, *, problem: Callable[[], str | None] | None = None) -> APIRouter:
     """The routes, each also below /e/NAME, which names the episode.
 
     GET /health tells the `problem` of the server, by default the service's own.
     """
-    router, ids, found, stored = APIRouter(), _ids(), problem or service.problem, Stored()
+    router, ids, found = APIRouter(), _ids(), problem or service.problem
+    _add_chats(router, service, ids)
 
     async def health() -> JSONResponse:
         return health_response(found())
+
+    async def completions(request: Request) -> Response:
+        asked = completion_request(parsed(await request.body()))
+        _check_model(service, asked.options)
+        name = _name_of(request, asked.options)
+        form = _form(service, asked.options, next(ids), chat=False)
+        return await _replied(request, service.completions(asked, name), form, asked.options, as_drawn=True)
+
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service)]}
+
+    async def model(name: str) -> dict[str, Any]:
+        if name != service.sources.model:
+            raise Refusal(f"there is no model {name!r}", status=404, param="model", code="model_not_found")
+        return _model(service)
+
+    async def recorded(episode: str) -> JSONResponse:
+        return JSONResponse(_episode(episode, service.episodes.rows(episode)))
+
+    async def taken(episode: str) -> JSONResponse:
+        return JSONResponse(_episode(episode, service.episodes.take(episode)))
+
+    for before in ("", _EPISODE):
+        router.add_route(f"{before}/v1/completions", completions, methods=["POST"])
+        router.add_api_route(f"{before}/v1/models", models, methods=["GET"])
+        router.add_api_route(f"{before}/v1/models/{{name:path}}", model, methods=["GET"])
+    router.add_api_route(HEALTH, health, methods=["GET"])
+    router.add_api_route(_EPISODE, recorded, methods=["GET"])
+    router.add_api_route(_EPISODE, taken, methods=["DELETE"])
+    return router
+
+
+def _add_chats(router: APIRouter, service: Service, ids: Iterator[str]) -> None:
+    """Add the routes that answer chats, in each of their protocols."""
+    stored = Stored()
 
     async def chat(request: Request) -> Response:
         asked = chat_request(parsed(await request.body()))
@@ -76,43 +117,10 @@ def router_of(service: Service, *, problem: Callable[[], str | None] | None = No
             answers = service.chat(chat, _name_of(request, options))
         return await _replied(request, answers, form, options, as_drawn=not chat.tools, ended=ended)
 
-    async def completions(request: Request) -> Response:
-        asked = completion_request(parsed(await request.body()))
-        _check_model(service, asked.options)
-        name = _name_of(request, asked.options)
-        form = _form(service, asked.options, next(ids), chat=False)
-        return await _replied(request, service.completions(asked, name), form, asked.options, as_drawn=True)
-
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service)]}
-
-    async def model(name: str) -> dict[str, Any]:
-        if name != service.sources.model:
-            raise Refusal(f"there is no model {name!r}", status=404, param="model", code="model_not_found")
-        return _model(service)
-
-    async def recorded(episode: str) -> JSONResponse:
-        return JSONResponse(_episode(episode, service.episodes.rows(episode)))
-
-    async def taken(episode: str) -> JSONResponse:
-        return JSONResponse(_episode(episode, service.episodes.take(episode)))
-
     for before in ("", _EPISODE):
         router.add_route(f"{before}/v1/chat/completions", chat, methods=["POST"])
-        router.add_route(f"{before}/v1/completions", completions, methods=["POST"])
         router.add_route(f"{before}/v1/responses", responses, methods=["POST"])
         router.add_route(f"{before}{MESSAGES}", anthropic, methods=["POST"])
-        router.add_api_route(f"{before}/v1/models", models, methods=["GET"])
-        router.add_api_route(f"{before}/v1/models/{{name:path}}", model, methods=["GET"])
-    router.add_api_route(HEALTH, health, methods=["GET"])
-    router.add_api_route(_EPISODE, recorded, methods=["GET"])
-    router.add_api_route(_EPISODE, taken, methods=["DELETE"])
-    return router
-
-
-def _unheard(answer: WholeAnswer) -> None:
-    """Take no notice of an answer's end."""
-    del answer
 
 
 def _model(service: Service) -> dict[str, Any]:
