@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +31,6 @@ from fppo.settings.modules import kernels_named
 from fppo.settings.train import TrainSettings
 from fppo.studies.ablate import ablate as run_all
 from fppo.studies.ablate import operations, text
-from fppo.studies.ablate.result import plain
 from fppo_kernels import table as tables
 from fppo_kernels.table import Implementation, Kernels, Table
 
@@ -42,12 +40,17 @@ RAISED = "it raised"  # the beginning of a reason why a kernel did not run
 def ablate(settings: AblateSettings) -> int:
     """Measure kernels and print the table or, with --replay, print where a run's step differs under each kernel; write
     the files that the settings name. Returns 130 if interrupted, else 1 if a kernel breaks a law or raises, else 0."""
+    with output.shown(settings.json) as show:
+        return _ablate(settings, show)
+
+
+def _ablate(settings: AblateSettings, show: output.Show) -> int:
     ops = list(operations.NAMES) if settings.ops == ("all",) else [operations.case_of(op).name for op in settings.ops]
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     if settings.replay is not None:
         assert settings.step is not None
-        return _replay(Path(settings.replay), settings.step, settings, ops)
+        return _replay(Path(settings.replay), settings.step, settings, ops, show)
     device = devices.named(settings.device, f"--device {settings.device!r}")
     if "float64" in settings.dtype_names and devices.widest(device) != torch.float64:
         raise ValueError(f"--dtypes float64: device {device} has no float64; leave it out")
@@ -63,9 +66,7 @@ def ablate(settings: AblateSettings) -> int:
             table={op: {name: table[op][name] for name in _chosen(settings, op, table)} for op in ops},
             progress=say,
         )
-    print(text.table(ablation, width=shutil.get_terminal_size((120, 24)).columns))
-    if settings.json is not None:
-        output.write(settings.json, ablation.to_json())
+    show(text.table(ablation, width=shutil.get_terminal_size((120, 24)).columns), attrs.asdict(ablation))
     if settings.png is not None and ablation.rows:
         Path(settings.png).parent.mkdir(parents=True, exist_ok=True)
         from fppo.studies.ablate import chart  # here: it loads matplotlib
@@ -142,7 +143,7 @@ class _Reference:
     trace: Trace
 
 
-def _replay(directory: Path, step: int, asked: AblateSettings, ops: list[str]) -> int:
+def _replay(directory: Path, step: int, asked: AblateSettings, ops: list[str], show: output.Show) -> int:
     """Recompute one step of a run under each implementation of `ops`, with the run's own kernels for all other
     operations."""
     settings = settings_of(directory, step)
@@ -171,9 +172,7 @@ def _replay(directory: Path, step: int, asked: AblateSettings, ops: list[str]) -
     except KeyboardInterrupt:
         interrupted = True
         print("\ninterrupted: what is above was computed before")
-    if asked.json is not None:
-        line = {"run": str(directory), "step": step, "own": before, "choices": choices, "interrupted": interrupted}
-        output.write(asked.json, json.dumps(plain(line), indent=1))
+    show("", {"run": str(directory), "step": step, "own": before, "choices": choices, "interrupted": interrupted})
     if interrupted:
         return 130
     return int(any((choice["reason"] or "").startswith(RAISED) for choice in choices))

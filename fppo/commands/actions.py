@@ -22,7 +22,7 @@ from fppo.assembly.program import ROLLOUTS
 from fppo.assembly.run import Assembly, assemble, assemble_evaluation
 from fppo.assembly.supervised import COMMAND as SFT
 from fppo.assembly.supervised import assemble_supervised
-from fppo.commands import push
+from fppo.commands import output, push
 from fppo.commands.needs import lines_at_end
 from fppo.commands.options import ServeOptions
 from fppo.fleet import GroupDied, cluster
@@ -195,12 +195,17 @@ def _make_quickstart(directory: Path, own: Sequence[str]) -> None:
         raise UsageError(f"--output-dir {printable(str(directory))}: {text}") from error
 
 
-def evaluate(settings: TrainSettings, here: CommandRank = ALONE) -> int:
+def evaluate(settings: TrainSettings, here: CommandRank = ALONE, *, json: str | None = None) -> int:
     """Evaluate a checkpoint of the run in output_dir, the newest or that of `resume`, on held-out prompts.
 
-    Prints a table; all metrics and responses are written to files in output_dir, named on standard error. Returns the
-    exit status, 0. Raises ValueError without a checkpoint.
+    Prints a table, as `output.shown` does; all metrics and responses are written to files in output_dir, named on
+    standard error. Returns the exit status, 0. Raises ValueError without a checkpoint.
     """
+    with output.shown(json) as show:
+        return _evaluate(settings, here, show)
+
+
+def _evaluate(settings: TrainSettings, here: CommandRank, show: output.Show) -> int:
     session.check_output(settings)
     checkpoints = Path(settings.output_dir) / session.CHECKPOINTS
     path = Path(settings.resume)
@@ -218,8 +223,9 @@ def evaluate(settings: TrainSettings, here: CommandRank = ALONE) -> int:
         report = evaluations.kept(evaluator.evaluate, lambda step: place, evaluator.tokenizer, here.mesh)(run)
         if is_first(here.mesh):
             numbers = place.with_suffix(".json")
-            evaluations.write_numbers(report, numbers)
-            print("\n".join([f"step {run.step}", *evaluations.table(report)]))
+            metrics = evaluations.write_numbers(report, numbers)
+            record = {"step": run.step, "responses": str(place), "metrics": metrics}
+            show("\n".join([f"step {run.step}", *evaluations.table(report)]), record)
             print(f"responses: {place}\nall metrics: {numbers}", file=sys.stderr)
     return 0
 
@@ -405,10 +411,11 @@ def _steps_again(
         yield assembly, partial(assembly.steps, donate=True)
 
 
-def diff(first: Path, second: Path) -> int:
-    """Print the first difference of two runs; returns 1 if they differ, else 0."""
-    found = compare_runs(first, second)
-    print("\n".join(printable(line) for line in found.lines))
+def diff(first: Path, second: Path, json: str | None = None) -> int:
+    """Print the first difference of two runs, as `output.shown` does; returns 1 if they differ, else 0."""
+    with output.shown(json) as show:
+        found = compare_runs(first, second)
+        show("\n".join(printable(line) for line in found.lines), attrs.asdict(found))
     return int(found.differs)
 
 

@@ -57,7 +57,8 @@ class Command:
     def read(self, name: str, rest: Sequence[str]) -> Arguments | None:
         """Read the arguments behind the command's name; None for none where an example is due. Raises UsageError, and
         SettingsError for options that are out of their bounds."""
-        number, own = processes(rest) if self.launch else (LaunchOptions(), list(rest))
+        rest = printed(rest)
+        number, own = processes(rest) if self.launch else (LaunchOptions(), rest)
         if self.example and not own:
             return None
         file, flags = file_and_overrides(own, name) if self.settings else (None, own)
@@ -71,6 +72,12 @@ class Command:
         if wrong := self.problems(options):
             raise SettingsError(wrong)
         return Arguments(own, number, file, flags, options)
+
+
+def printed(rest: Sequence[str]) -> list[str]:
+    """The arguments with the file "-", standard output, behind a `--json` that has none."""
+    pairs = zip(rest, [*rest[1:], "--"], strict=True)
+    return [x for word, then in pairs for x in ([word, "-"] if word == "--json" and then.startswith("--") else [word])]
 
 
 def processes(rest: Sequence[str]) -> tuple[LaunchOptions, list[str]]:

@@ -23,15 +23,18 @@ def audit(options: AuditOptions) -> int:
     difference."""
     if (options.trainer is None) == (options.dump is None):
         raise UsageError(f"{FORM}, not both" if options.dump else FORM)
-    return _dump(options, options.dump) if options.dump is not None else _laws(options, options.trainer or "")
+    with output.shown(options.json) as show:
+        if options.dump is not None:
+            return _dump(options, options.dump, show)
+        return _laws(options, options.trainer or "", show)
 
 
-def _laws(options: AuditOptions, trainer: str) -> int:
+def _laws(options: AuditOptions, trainer: str, show: output.Show) -> int:
     functions, versions = _own(trainer) if ":" in trainer else _peer(trainer)
     found = report.audit(trainer, functions, versions, _progress)
     _progress("")
     width = shutil.get_terminal_size((120, 24)).columns
-    output.show(report.table(found, width=width, batches=options.batches), report.to_json(found), options.json)
+    show(report.table(found, width=width, batches=options.batches), report.record(found))
     return 1 if found.faults else 0
 
 
@@ -56,7 +59,7 @@ def _own(place: str) -> tuple[Sequence[Audited], Sequence[str]]:
     return found, ()
 
 
-def _dump(options: AuditOptions, path: str) -> int:
+def _dump(options: AuditOptions, path: str, show: output.Show) -> int:
     if options.preset not in dump.PRESETS:
         raise UsageError(f"--preset {options.preset!r}: {did_you_mean(options.preset, dump.PRESETS)}")
     mapped = _pairs("--map", options.map)
@@ -75,7 +78,7 @@ def _dump(options: AuditOptions, path: str) -> int:
         tolerance=options.tolerance,
     )
     stages = dump.compare(dump.load(path, dump.PRESETS[options.preset], mapped, options.group_size), recipe)
-    output.show(dump.text(stages), dump.to_json(stages), options.json)
+    show(dump.text(stages), dump.record(stages))
     return 1 if any(stage.outcome == "differs" for stage in stages) else 0
 
 

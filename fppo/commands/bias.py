@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,12 @@ from fppo.workers.imports import imported, search
 def run(of: TrainSettings | None, options: BiasSettings) -> int:
     """Print and write the tables of bias that the options name or, if the settings `of` a run are given, lines on what
     this run optimises; returns 0."""
+    with output.shown(options.json) as show:
+        _run(of, options, show)
+    return 0
+
+
+def _run(of: TrainSettings | None, options: BiasSettings, show: output.Show) -> None:
     transformers_logging.set_verbosity_error()
     sizes = WorldSizes(
         vocabulary=options.vocabulary, horizon=options.horizon, worlds=options.worlds, groups=tuple(options.n)
@@ -44,8 +49,7 @@ def run(of: TrainSettings | None, options: BiasSettings) -> int:
             from fppo.studies.bias import chart  # here: it loads matplotlib
 
             chart.save(tables, Path(options.png))
-    output.show(shown, json.dumps(numbers, indent=1), options.json)
-    return 0
+    show(shown, numbers)
 
 
 def _check_own(own: dict[str, Any]) -> None:

@@ -80,6 +80,19 @@ def check(
     has). Messages name `where`, the file or run that the settings are from. Returns the exit status that
     `CheckSettings` describes. Raises SettingsError with every problem, those `known` first, and ValueError for an
     unknown GPU."""
+    with output.shown(options.json) as show:
+        return _check(settings, known, options, show, where=where, ranks=ranks)
+
+
+def _check(
+    settings: TrainSettings,
+    known: Sequence[Problem],
+    options: CheckSettings,
+    show: output.Show,
+    *,
+    where: str,
+    ranks: int | None,
+) -> int:
     if options.gpu is not None:
         hardware_of(options.gpu)
     transformers_logging.disable_progress_bar()
@@ -112,7 +125,7 @@ def check(
         "failures": [*rewarded.failures],
         "faults": faults,
     }
-    output.show(words, json.dumps(numbers, indent=1, default=str), options.json)
+    show(words, numbers)
     return 1 if faults else 0
 
 

@@ -103,7 +103,7 @@ def _read(name: str, rest: Sequence[str]) -> Callable[[], Asked]:
 def _help(name: str, command: Command, sections: Sequence[str]) -> None:
     """Print the arguments of a command; of one that has no options but settings, the sections or the given ones."""
     usage = f"fppo {name} {command.usage}"
-    if command.options is not None or not command.settings:
+    if name != "eval" and (command.options is not None or not command.settings):
         helps.show(usage, command.options, command.more)
     elif sections:
         print(helps.section_help(usage, sections))
@@ -186,7 +186,8 @@ def _eval(given: Arguments) -> Callable[[], int]:
         settings = attrs.evolve(settings, mesh=MeshSettings())  # any mesh reads checkpoints of any other
     from fppo.commands import actions, distributed
 
-    return distributed.placed(actions.evaluate, settings, ["eval", *given.own], *processes, trains=False)
+    evaluate = partial(actions.evaluate, json=given.options.json)
+    return distributed.placed(evaluate, settings, ["eval", *given.own], *processes, trains=False)
 
 
 def _replay(given: Arguments) -> Callable[[], int]:
@@ -232,9 +233,12 @@ def _serve(given: Arguments) -> int:
 
 def _report(given: Arguments) -> None:
     """Draw the curves of a run and write its report.html: fppo report RUN"""
+    from fppo.commands import output
     from fppo.report import write as report
 
-    print(report.write_report(given.options.run))
+    with output.shown(given.options.json) as show:
+        page = report.write_report(given.options.run)
+        show(str(page), {"report": str(page), "curves": str(page.with_name(report.CURVES))})
 
 
 def _view(given: Arguments) -> int:
@@ -255,7 +259,7 @@ def _diff(given: Arguments) -> int:
     """Print the first difference of two runs: fppo diff RUN RUN"""
     from fppo.commands import actions
 
-    return actions.diff(*map(Path, given.options.runs))
+    return actions.diff(*map(Path, given.options.runs), given.options.json)
 
 
 def _ablate(given: Arguments) -> int:
@@ -390,14 +394,14 @@ COMMANDS: dict[str, Command] = {
         _check, f"FILE.toml [--nproc N] {_SETTING}", CheckSettings, launch=("--nproc",), example=True, more=_TRAINED
     ),
     "rollout": _launched(_rollout, f"FILE.toml {PROCESSES} {_SETTING}", example=True),
-    "eval": _launched(_eval, f"RUN {PROCESSES} [--eval.n N ...]"),
+    "eval": _launched(_eval, f"RUN {PROCESSES} [--json] [--eval.n N ...]", options.EvalOptions),
     "replay": Command(_replay, "RUN --step N [--nproc N] [--device DEVICE]", options.Replay, launch=("--nproc",)),
     "export": Command(_export, f"RUN TARGET {_OPTION}", options.Export),
     "serve": Command(_serve, f"RUN|MODEL [MODEL ...] {_OPTION}", options.ServeOptions),
-    "report": Command(_report, "RUN", options.Report),
+    "report": Command(_report, "RUN [--json]", options.Report),
     "view": Command(_view, f"RUN [RUN ...] [--export FILE.html] {_OPTION}", options.ViewOptions),
     "trace": Command(_trace, "RUN [--out FILE]", options.TraceOptions),
-    "diff": Command(_diff, "RUN RUN", options.DiffOptions),
+    "diff": Command(_diff, "RUN RUN [--json]", options.DiffOptions),
     "ablate": Command(_ablate, f"--op OPERATION {_OPTION}", AblateSettings, problems=settings_ablate.problems),
     "audit": Command(_audit, f"TRAINER|module:adapters {_OPTION}", options.AuditOptions),
     "compare": _launched(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from fppo._errors import RunFailed, UsageError, printable
 from fppo.assembly.idle import idle_lines
 from fppo.assembly.machine import resolved
 from fppo.assembly.trials import value_problems
+from fppo.commands import output
 from fppo.pipeline.replay import DIGESTS
 from fppo.report import compare as comparing
 from fppo.runs import jsonl, saved
@@ -58,6 +58,13 @@ def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[Tr
 
     Raises ValueError for a run's directory with other settings.
     """
+    with output.shown(asked.json) as show:
+        return _compare(settings, asked, train, show)
+
+
+def _compare(
+    settings: TrainSettings, asked: CompareSettings, train: Callable[[TrainSettings, Path], int], show: output.Show
+) -> int:
     runs = plan(settings, asked)
     out = Path(next(iter(next(iter(runs.values())).values())).output_dir).parent.parent
     if not any(out.glob("*/seed_*")) and (others := places.foreign_files(out)):
@@ -91,18 +98,19 @@ def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[Tr
         failed += [f"{name}, seed {seed}"] if status else []
     if failed:
         print(f"\nfailed; the same command tries them again: {'; '.join(failed)}")
-    write(where, asked.metrics, out)
+    comparison = write(where, asked.metrics, out)
+    show("", {"rows": comparison.numbers(), "equal": comparison.equal(), "failed": failed})
     return 1 if failed else 0
 
 
-def write(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str], out: Path) -> None:
+def write(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str], out: Path) -> comparing.Comparison:
     """Compare the runs (directories by variant and seed): print the table and which variants are equal, and write
-    table, numbers and picture to the directory `out`."""
+    table, numbers and picture to the directory `out`. Returns the comparison."""
     comparison = comparing.collect(runs, metrics)
     text = comparison.table()
     (out / TABLE).write_text(text + "\n", encoding="utf-8")
     (out / MARKDOWN).write_text(comparison.markdown() + "\n", encoding="utf-8")
-    (out / NUMBERS).write_text(json.dumps(jsonl.plain(comparison.numbers()), indent=1) + "\n", encoding="utf-8")
+    output.write(str(out / NUMBERS), output.document(comparison.numbers()))
     comparing.write_png(comparison, out / PICTURE)
     print(f"\n{printable(text, len(text), lines=True)}")
     for names in comparison.equal():
@@ -111,6 +119,7 @@ def write(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str], out: P
         ends = "in the same state, bit by bit" if len(states) == 1 else "in other states"
         print(f"the variants are equal, number by number, and end {ends}{which}")
     print(f"\npicture: {out / PICTURE}")
+    return comparison
 
 
 def _last_digest(directory: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json as as_json
 import os
 import platform
 import subprocess
@@ -16,6 +15,7 @@ from packaging.requirements import Requirement
 
 import fppo
 from fppo import devices
+from fppo.commands import output
 from fppo.commands.options import EnvOptions
 from fppo.runs import bits, origins
 from fppo_kernels import prebuilt
@@ -85,12 +85,14 @@ def _extras() -> dict[str, str]:
 
 def show(asked: EnvOptions) -> None:
     """Print the environment, as the options say."""
-    print(words(found(), json=asked.json))
+    with output.shown(asked.json) as show:
+        values = found()
+        show(words(values), values)
 
 
-def words(values: dict[str, Any], *, json: bool = False) -> str:
-    """Lines for people, or JSON, of the values that were `found`."""
-    return as_json.dumps(values, indent=1) if json else "\n".join(_line(name, x) for name, x in values.items())
+def words(values: dict[str, Any]) -> str:
+    """Lines for people of the values that were `found`."""
+    return "\n".join(_line(name, x) for name, x in values.items())
 
 
 def _line(name: str, value: Any) -> str:

@@ -129,6 +129,16 @@ class Report:
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")] = setting(attrs.NOTHING, place)
     """The output_dir of the run."""
+    json: str | None = setting(None, place, output_file)
+    """Write the names of the files to this JSON file; -, or nothing behind it: print them as JSON."""
+
+
+@attrs.frozen(kw_only=True)
+class EvalOptions:
+    """Evaluate a run's last checkpoint on held-out prompts."""
+
+    json: str | None = setting(None, place, output_file)
+    """Write all metrics to this JSON file, too; -, or nothing behind it: print them in place of the table."""
 
 
 @attrs.frozen(kw_only=True)
@@ -164,8 +174,8 @@ class TraceOptions:
 class EnvOptions:
     """Print versions, machine, kernels and extras, for a report of a problem. It holds no names, paths or variables."""
 
-    json: bool = False
-    """Print it as JSON."""
+    json: str | None = setting(None, place, output_file)
+    """Write it to this JSON file; -, or nothing behind it: print it as JSON."""
 
 
 @attrs.frozen(kw_only=True)
@@ -176,6 +186,8 @@ class DiffOptions:
         attrs.NOTHING, place
     )
     """The output_dirs of the two runs."""
+    json: str | None = setting(None, place, output_file)
+    """Write the difference to this JSON file; -, or nothing behind it: print it as JSON."""
 
 
 @attrs.frozen(kw_only=True)
@@ -191,7 +203,7 @@ class AuditOptions:
     batches: bool = False
     """Print the smallest batch that breaks each law, too, as lines of Python."""
     json: str | None = setting(None, place, output_file)
-    """Write everything to this JSON file; -: print it."""
+    """Write everything to this JSON file; -, or nothing behind it: print it in place of the table."""
     dump: str | None = setting(None, place)
     """A safetensors file with the tensors of a batch: recompute them, and print the first row that differs."""
     preset: str = "none"

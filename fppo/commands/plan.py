@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -38,6 +37,11 @@ Shown = tuple[list[text.Section], dict[str, Any], bool]  # text, numbers, and wh
 def run(of: TrainSettings, options: PlanSettings) -> int:
     """Print the plan of a run, of each of its pools if it has any, or the result of a search, and write JSON. Returns
     the exit status: 1 if nothing fits, else 0."""
+    with output.shown(options.json) as show:
+        return _run(of, options, show)
+
+
+def _run(of: TrainSettings, options: PlanSettings, show: output.Show) -> int:
     transformers_logging.set_verbosity_error()
     import_modules(of.model.import_, of.module_dirs)
     if options.gpu == HERE:
@@ -52,7 +56,7 @@ def run(of: TrainSettings, options: PlanSettings) -> int:
     else:
         sections, numbers, fits = _planned(of, options, case_of(of, options))
     width = min(shutil.get_terminal_size((100, 24)).columns, 100)
-    output.show(text.rendered(sections, width), json.dumps(text.plain(numbers), indent=1), options.json)
+    show(text.rendered(sections, width), text.plain(numbers))
     return 0 if fits else 1
 
 

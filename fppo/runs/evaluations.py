@@ -83,9 +83,11 @@ def write_lines(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
     os.replace(draft, path)
 
 
-def write_numbers(report: Metrics, path: Path) -> None:
-    """Write all metrics as one object of JSON."""
-    path.write_text(json.dumps(metrics.report(report), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+def write_numbers(report: Metrics, path: Path) -> dict[str, float]:
+    """Write all metrics as one object of JSON, and return them."""
+    numbers = metrics.report(report)
+    path.write_text(json.dumps(numbers, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    return numbers
 
 
 def new_place(run_dir: Path, step: int) -> Path:

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.routing import Match, Route
 
-from fppo.serve.protocol import body_of
+from fppo.serve.protocol import body_of, messages_body_of
 from fppo.serve.refusal import Refusal
 from fppo.serve.service import Bounds
 
@@ -25,6 +25,7 @@ Send = Callable[[_Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Refused = Callable[[Request, Exception], Awaitable[Response]]  # the response to what raised an error
 HEALTH = "/health"
+MESSAGES = "/v1/messages"  # paths that end so, or go on behind it, have errors in Anthropic's form
 OWNER = "fppo.owner"  # in the scope of a request that was let through
 CLOSING = (401, 408, 413)  # statuses after which the connection closes, without waiting for the rest of a body
 _GONE = 499  # the status that servers note for a client that has gone; nobody reads it
@@ -43,9 +44,8 @@ def app_of(routers: Sequence[APIRouter], *, key: str, bounds: Bounds) -> App:
     return Guard(
         routed([*routers, health], _refused),
         _refused,
-        header=b"authorization",
-        owners={f"Bearer {key}".encode(): ""},
-        advice="give the key that the server was started with, as Authorization: Bearer KEY",
+        owners={(b"authorization", f"Bearer {key}".encode()): "", (b"x-api-key", key.encode()): ""},
+        advice="give the key that the server was started with, as Authorization: Bearer KEY, or as X-API-Key",
         free=lambda path: path == HEALTH,
         body_bytes=bounds.body_bytes,
         body_seconds=bounds.body_seconds,
@@ -109,14 +109,15 @@ def health_response(problem: str | None) -> JSONResponse:
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
-    """An error in OpenAI's form."""
-    del request
+    """An error in OpenAI's form, or in Anthropic's where the route is theirs."""
     if isinstance(error, AnyHTTPException):
         error = Refusal(str(error.detail), status=error.status_code)
     if not isinstance(error, Refusal):
         error = Refusal(f"the server failed: {type(error).__name__}", status=500)
     headers = {"retry-after": "1"} if error.status in (429, 503) else None
-    return JSONResponse(body_of(error), error.status, headers)
+    path = str(request.scope.get("path", ""))
+    theirs = path.endswith(MESSAGES) or f"{MESSAGES}/" in path
+    return JSONResponse((messages_body_of if theirs else body_of)(error), error.status, headers)
 
 
 @attrs.frozen(kw_only=True)
@@ -156,8 +157,9 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes | N
 class Guard:
     """Middleware that lets requests with a key through, with bodies that are within bounds and whole.
 
-    `owners` are the owners of keys, by the values of a header; the one of a request is in its scope, as `OWNER`. Paths
-    that are `free` need no key. `unpacked` decompresses a body, by its headers.
+    `owners` are the owners of keys, by the header and its value; the one of a request is in its scope, as `OWNER`. Of
+    several headers that a request has, the first one named in `owners` decides. Paths that are `free` need no key.
+    `unpacked` decompresses a body, by its headers.
     """
 
     def __init__(
@@ -165,8 +167,7 @@ class Guard:
         app: App,
         refused: Refused,
         *,
-        header: bytes,
-        owners: Mapping[bytes, str],
+        owners: Mapping[tuple[bytes, bytes], str],
         advice: str,
         free: Callable[[str], bool],
         body_bytes: int,
@@ -174,7 +175,7 @@ class Guard:
         unpacked: Callable[[bytes, Mapping[bytes, bytes]], bytes] = lambda body, headers: body,
     ) -> None:
         self._app, self._refused, self._free, self._unpacked = app, refused, free, unpacked
-        self._header, self._owners, self._advice = header, owners, advice
+        self._owners, self._advice = owners, advice
         self._bytes, self._seconds = body_bytes, body_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -201,10 +202,12 @@ class Guard:
 
     def _owner(self, scope: Scope) -> str:
         """The owner of a request, by its key. Raises Refusal."""
-        given = [value for name, value in scope["headers"] if name == self._header]
+        sent: Sequence[tuple[bytes, bytes]] = scope["headers"]
+        header = next((name for name, _ in self._owners if any(name == other for other, _ in sent)), None)
+        given = [value for name, value in sent if name == header]
         found = None
-        for key, owner in self._owners.items():  # all of them, so that the time tells nothing
-            if len(given) == 1 and hmac.compare_digest(given[0], key):
+        for (name, key), owner in self._owners.items():  # all of them, so that the time tells nothing
+            if name == header and len(given) == 1 and hmac.compare_digest(given[0], key):
                 found = owner
         if found is None:
             raise Refusal(self._advice, status=401, code="invalid_api_key")

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's protocol: chats, completions, models, and the episodes that are recorded of them."""
+"""The routes of OpenAI's protocol, and of Anthropic's Messages: answers, models, and the episodes that are recorded."""
 
 from __future__ import annotations
 
@@ -13,16 +13,30 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from fppo.serve.app import HEALTH, EventStream, health_response, unless_gone
+from fppo.serve.app import HEALTH, MESSAGES, EventStream, health_response, unless_gone
 from fppo.serve.episodes import EpisodeRow
-from fppo.serve.protocol import AnswerOptions, body_of, chat_request, completion_request, parsed
+from fppo.serve.messages import MessagesForm, messages_request
+from fppo.serve.protocol import (
+    AnswerOptions,
+    Translated,
+    chat_request,
+    completion_request,
+    named_as,
+    parsed,
+)
 from fppo.serve.refusal import Refusal
-from fppo.serve.replies import DONE, ReplyForm, event
+from fppo.serve.replies import Reply, ReplyForm, event, message_of
+from fppo.serve.responses import ResponseForm, Stored, response_request
 from fppo.serve.service import AnswerPart, OpenAnswer, Service, WholeAnswer
 
 SESSION = "x-session-id"
 MOST_NAME = 256  # characters
 _EPISODE = "/e/{episode}"
+
+
+def _unheard(answer: WholeAnswer) -> None:
+    """Take no notice of an answer's end."""
+    del answer
 
 
 def router_of(service: Service, *, problem: Callable[[], str | None] | None = None) -> APIRouter:
@@ -31,16 +45,10 @@ def router_of(service: Service, *, problem: Callable[[], str | None] | None = No
     GET /health tells the `problem` of the server, by default the service's own.
     """
     router, ids, found = APIRouter(), _ids(), problem or service.problem
+    _add_chats(router, service, ids)
 
     async def health() -> JSONResponse:
         return health_response(found())
-
-    async def chat(request: Request) -> Response:
-        asked = chat_request(parsed(await request.body()))
-        _check_model(service, asked.options)
-        name = _name_of(request, asked.options)
-        form = _form(service, asked.options, next(ids), chat=True)
-        return await _replied(request, service.chat(asked, name), form, asked.options, as_drawn=not asked.tools)
 
     async def completions(request: Request) -> Response:
         asked = completion_request(parsed(await request.body()))
@@ -64,7 +72,6 @@ def router_of(service: Service, *, problem: Callable[[], str | None] | None = No
         return JSONResponse(_episode(episode, service.episodes.take(episode)))
 
     for before in ("", _EPISODE):
-        router.add_route(f"{before}/v1/chat/completions", chat, methods=["POST"])
         router.add_route(f"{before}/v1/completions", completions, methods=["POST"])
         router.add_api_route(f"{before}/v1/models", models, methods=["GET"])
         router.add_api_route(f"{before}/v1/models/{{name:path}}", model, methods=["GET"])
@@ -72,6 +79,48 @@ def router_of(service: Service, *, problem: Callable[[], str | None] | None = No
     router.add_api_route(_EPISODE, recorded, methods=["GET"])
     router.add_api_route(_EPISODE, taken, methods=["DELETE"])
     return router
+
+
+def _add_chats(router: APIRouter, service: Service, ids: Iterator[str]) -> None:
+    """Add the routes that answer chats, in each of their protocols."""
+    stored = Stored()
+
+    async def chat(request: Request) -> Response:
+        asked = chat_request(parsed(await request.body()))
+        form = _form(service, asked.options, next(ids), chat=True)
+        return await answered(request, Translated(chat=asked, names={}), form)
+
+    async def responses(request: Request) -> Response:
+        body = parsed(await request.body())
+        asked, messages, keep = response_request(body, stored)
+        own = f"resp_{next(ids)}"
+        form = ResponseForm(id=own, created=int(time.time()), model=service.sources.model, body=body)
+
+        def ended(answer: WholeAnswer) -> None:
+            if keep:
+                stored.add(own, [*messages, message_of(answer)])
+
+        return await answered(request, asked, form, ended)
+
+    async def anthropic(request: Request) -> Response:
+        asked = messages_request(parsed(await request.body()))
+        sources, stops = service.sources, asked.chat.options.stop
+        form = MessagesForm(id=f"msg_{next(ids)}", model=sources.model, texts=sources.texts, stops=stops)
+        return await answered(request, asked, form)
+
+    async def answered(
+        request: Request, asked: Translated, form: Reply, ended: Callable[[WholeAnswer], None] = _unheard
+    ) -> Response:
+        chat, options = asked.chat, asked.chat.options
+        _check_model(service, options)
+        with named_as(asked.names):
+            answers = service.chat(chat, _name_of(request, options))
+        return await _replied(request, answers, form, options, as_drawn=not chat.tools, ended=ended)
+
+    for before in ("", _EPISODE):
+        router.add_route(f"{before}/v1/chat/completions", chat, methods=["POST"])
+        router.add_route(f"{before}/v1/responses", responses, methods=["POST"])
+        router.add_route(f"{before}{MESSAGES}", anthropic, methods=["POST"])
 
 
 def _model(service: Service) -> dict[str, Any]:
@@ -108,20 +157,30 @@ def _form(service: Service, options: AnswerOptions, own: str, *, chat: bool) -> 
         texts=service.sources.texts,
         log_probs=options.top_logprobs is not None,
         token_ids=options.return_token_ids,
+        usage=options.include_usage,
     )
 
 
 async def _replied(
-    request: Request, answers: Sequence[OpenAnswer], form: ReplyForm, options: AnswerOptions, *, as_drawn: bool
+    request: Request,
+    answers: Sequence[OpenAnswer],
+    form: Reply,
+    options: AnswerOptions,
+    *,
+    as_drawn: bool,
+    ended: Callable[[WholeAnswer], None] = _unheard,
 ) -> Response:
     """The response, whole or as a stream. If the client goes away before its end, the answers are cancelled. With
-    `as_drawn` a stream has the texts as they are drawn, else at the end of each answer."""
+    `as_drawn` a stream has the texts as they are drawn, else at the end of each answer. `ended` gets each answer before
+    the client does."""
     if options.stream:
-        return EventStream(_events(answers, form, options, as_drawn=as_drawn), partial(_cancel, answers))
+        return EventStream(_events(answers, form, as_drawn=as_drawn, ended=ended), partial(_cancel, answers))
     try:
         whole = await unless_gone(request, _whole(answers))
     finally:
         _cancel(answers)
+    for answer in whole:
+        ended(answer)
     return JSONResponse(form.whole(whole))
 
 
@@ -143,26 +202,30 @@ def _cancel(answers: Sequence[OpenAnswer]) -> None:
 
 
 async def _events(
-    answers: Sequence[OpenAnswer], form: ReplyForm, options: AnswerOptions, *, as_drawn: bool
+    answers: Sequence[OpenAnswer], form: Reply, *, as_drawn: bool, ended: Callable[[WholeAnswer], None]
 ) -> AsyncIterator[str]:
-    """The events of a stream. An error in the middle of it is its last event. `as_drawn` is as in `_replied`."""
+    """The events of a stream. An error in the middle of it is its last event. `as_drawn` and `ended` are as in
+    `_replied`."""
     whole: list[WholeAnswer] = []
     parts = _merged(answers)
     try:
-        for chunk in form.first(len(answers)):
+        for chunk in form.first([answer.plan.prompt for answer in answers], with_text=as_drawn):
             yield event(chunk)
         async for index, part in parts:
             if isinstance(part, WholeAnswer):
                 whole.append(part)
-                for chunk in form.last(part, text_sent=as_drawn):
-                    yield event(chunk)
-            elif (chunk := form.part(index, part, with_text=as_drawn)) is not None:
+                ended(part)
+                chunks = form.last(part, text_sent=as_drawn)
+            else:
+                chunks = form.part(index, part, with_text=as_drawn)
+            for chunk in chunks:
                 yield event(chunk)
-        if options.include_usage:
-            yield event(form.usage(whole))
-        yield DONE
+        for chunk in form.end(whole):
+            yield event(chunk)
+        if form.done:
+            yield form.done
     except Refusal as error:
-        yield event(body_of(error))
+        yield event(form.refused(error))
     finally:
         await parts.aclose()
 

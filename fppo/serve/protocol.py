@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import attrs
@@ -19,17 +20,26 @@ Message = dict[str, Any]  # {"role", "content", ...}, with contents as one text 
 INVALID, _KINDS = "invalid_request_error", {401: "authentication_error", 429: "rate_limit_error"}
 MOST_CHOICES, MOST_STOPS = 128, 16
 MOST_TOP = 20  # likeliest tokens beside each drawn one
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_PARAMETER = re.compile(r"(^|; )(\w+)(\[\d+\])?(?=$|[:.])")  # at the beginning of an error
 _SEEDS, _IDS = 1 << 63, 1 << 31
 _CHOICES = ("auto", "none", "required")
 _WRITABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # names that every form of calls writes as they are
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # parameters that do not change what is sampled
-_IGNORED = (
+IGNORED = (
     *("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
     *("prompt_cache_retention", "extra_headers", "verbosity"),
 )
 # parameters that would change it, with their harmless values, and advice
-_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+Refused = Mapping[str, tuple[tuple[Any, ...], str]]
+REFUSED: Refused = {
     "frequency_penalty": ((0,), "log-probs are those of the policy alone"),
     "presence_penalty": ((0,), "log-probs are those of the policy alone"),
     "repetition_penalty": ((1,), "log-probs are those of the policy alone"),
@@ -53,6 +63,28 @@ def body_of(error: Refusal) -> dict[str, Any]:
     """The JSON object of a refusal, in OpenAI's form."""
     kind = _KINDS.get(error.status, INVALID if error.status < 500 else "server_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def messages_body_of(error: Refusal) -> dict[str, Any]:
+    """The JSON object of a refusal, in the form of Anthropic's Messages; the message names the parameter."""
+    kind = _MESSAGES_KINDS.get(error.status, INVALID if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+@contextlib.contextmanager
+def named_as(names: Mapping[str, str]) -> Iterator[None]:
+    """A context in which refusals name parameters by the values of `names` instead of its keys."""
+
+    def name(found: re.Match[str]) -> str:
+        before, word, place = found.groups("")
+        return before + (names.get(word + place) or names.get(word, word) + place)
+
+    try:
+        yield
+    except Refusal as error:
+        param = None if error.param is None else _PARAMETER.sub(name, error.param)
+        text = _PARAMETER.sub(name, error.message)
+        raise Refusal(text, status=error.status, param=param, code=error.code) from error
 
 
 def wrong(param: str, message: str, code: str | None = None) -> Refusal:
@@ -112,6 +144,14 @@ class ChatRequest:
 
 
 @attrs.frozen(kw_only=True)
+class Translated:
+    """A request of another protocol as a chat's; `names` are that protocol's names of the chat's parameters."""
+
+    chat: ChatRequest
+    names: Mapping[str, str]
+
+
+@attrs.frozen(kw_only=True)
 class CompletionRequest:
     """A request for continuations of texts, or of ids."""
 
@@ -137,11 +177,11 @@ def parsed(body: bytes) -> dict[str, Any]:
 def chat_request(body: Mapping[str, Any]) -> ChatRequest:
     """The request of POST /chat/completions. Raises Refusal."""
     own = ("messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens", "top_logprobs")
-    _check_names(body, (*_COMMON, *own))
+    check_names(body, (*_COMMON, *own))
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", "give a list of at least one message")
-    with_log_probs, top = _flag(body, "logprobs", False), body.get("top_logprobs")
+    with_log_probs, top = flag(body, "logprobs", False), body.get("top_logprobs")
     top = 0 if with_log_probs and top is None else top
     options = _options({**body, "top_logprobs": top}, "top_logprobs")
     if not with_log_probs:
@@ -151,7 +191,7 @@ def chat_request(body: Mapping[str, Any]) -> ChatRequest:
     read = tuple(_message(message, f"messages[{place}]") for place, message in enumerate(messages))
     tools = _tools(body)
     shown = () if body.get("tool_choice") == "none" else tools
-    if shown and not _flag(body, "parallel_tool_calls", True):
+    if shown and not flag(body, "parallel_tool_calls", True):
         text = "false is not supported: an answer may hold several calls, and none is dropped; leave it out"
         raise wrong("parallel_tool_calls", text, "unsupported_parameter")
     return ChatRequest(options=options, messages=read, tools=shown, forced=_forced(body.get("tool_choice"), tools))
@@ -159,7 +199,7 @@ def chat_request(body: Mapping[str, Any]) -> ChatRequest:
 
 def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
     """The request of POST /completions. Raises Refusal."""
-    _check_names(body, (*_COMMON, "prompt"))
+    check_names(body, (*_COMMON, "prompt"))
     prompt = body.get("prompt")
     whole = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and _are_whole(prompt))
     prompts = [prompt] if whole else prompt
@@ -179,16 +219,18 @@ def _prompt(value: Any, name: str) -> str | tuple[int, ...]:
     return tuple(value)
 
 
-def _check_names(body: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise Refusal for unknown parameters, and for known ones that would change the samples."""
+def check_names(
+    body: Mapping[str, Any], known: Sequence[str], *, ignored: Sequence[str] = IGNORED, refused: Refused = REFUSED
+) -> None:
+    """Raise Refusal for unknown parameters, and for those that are `refused` and would change the samples."""
     for name, value in body.items():
-        if name in known or name in _IGNORED or value is None:
+        if name in known or name in ignored or value is None:
             continue
-        if name not in _REFUSED:
-            near = nearest(name, (*known, *_REFUSED))
+        if name not in refused:
+            near = nearest(name, (*known, *refused))
             hint = f"; did you mean {near!r}?" if near else ""
             raise wrong(name, f"there is no such parameter here{hint}", "unknown_parameter")
-        harmless, advice = _REFUSED[name]
+        harmless, advice = refused[name]
         if value not in harmless:
             raise wrong(name, f"{json.dumps(value)[:100]} is not supported: {advice}", "unsupported_parameter")
 
@@ -213,12 +255,18 @@ def _options(body: Mapping[str, Any], top: str) -> AnswerOptions:
     return options
 
 
+def check_fields(value: Mapping[str, Any], known: Sequence[str], path: str) -> None:
+    """Raise Refusal for a field that is none of the `known` ones, in the object at `path`."""
+    if unknown := next((name for name, x in value.items() if name not in known and x is not None), None):
+        raise wrong(f"{path}.{unknown}", f"there is no such field here; there are {', '.join(known)}")
+
+
 def path_of(place: Sequence[str | int]) -> str:
     """A place in a body, as pydantic says it, as a path: "a.b[0]"."""
     return "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in place).lstrip(".")
 
 
-def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
+def flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
     """A parameter that is true or false, or the default where it is missing or null. Raises Refusal."""
     value = default if body.get(name) is None else body[name]
     if not isinstance(value, bool):
@@ -246,7 +294,8 @@ def _message(value: Any, name: str) -> Message:
         raise wrong(f"{name}.role", f"{json.dumps(role)[:100]} is no role; there are {', '.join(_ROLES)}")
     beside = {key: x for key, x in value.items() if key not in ("role", "content") and x is not None}
     may_lack = role == "assistant" and any(beside.get(key) for key in INSTEAD)
-    content = _content(value.get("content"), f"{name}.content", may_lack=may_lack)
+    given = value.get("content")
+    content = "" if given is None and may_lack else content_of(given, f"{name}.content")
     if bad := next((key for key in ("name", "tool_call_id") if not isinstance(beside.get(key, ""), str)), None):
         raise wrong(f"{name}.{bad}", "give a text")
     try:
@@ -255,19 +304,17 @@ def _message(value: Any, name: str) -> Message:
         raise wrong(f"{name}.{error.field}", error.fault) from error
 
 
-def _content(value: Any, name: str, *, may_lack: bool) -> str:
-    """The text of a content: a text, or a list of parts that are texts; "" for null if the content `may_lack`."""
+def content_of(value: Any, name: str, kinds: Sequence[str] = ("text",)) -> str:
+    """The text of a content: a text, or a list of parts that are texts, of one of these `kinds`. Raises Refusal."""
     if isinstance(value, str):
         return value
-    if value is None and may_lack:
-        return ""
     if not isinstance(value, list):
         raise wrong(name, "give a text, or a list of parts")
     for place, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            what = json.dumps(kind)[:100]
-            raise wrong(f"{name}[{place}]", f'the part of type {what} is no text: give {{"type": "text", "text": ...}}')
+        if kind not in kinds or not isinstance(part.get("text"), str):
+            advice = f'give {{"type": "{kinds[0]}", "text": ...}}'
+            raise wrong(f"{name}[{place}]", f"the part of type {json.dumps(kind)[:100]} is no text: {advice}")
     return "".join(part["text"] for part in value)
 
 

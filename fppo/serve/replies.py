@@ -6,16 +6,37 @@ import hashlib
 import json
 import string
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import attrs
 
 from fppo.rollout.scores import TopTokens
+from fppo.serve.protocol import body_of
+from fppo.serve.refusal import Refusal
 from fppo.serve.service import AnswerPart, WholeAnswer
 from fppo.serve.texts import Texts
 
 _LEAST = -9999.0
 _LETTERS = string.ascii_letters + string.digits
+
+
+class Reply(Protocol):
+    """The form of the answers to one request in some protocol: one object, or the events of a stream, and what the
+    stream ends with when it is `done`."""
+
+    done: ClassVar[str]
+
+    def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]: ...
+
+    def first(self, prompts: Sequence[Sequence[int]], *, with_text: bool) -> Iterator[dict[str, Any]]: ...
+
+    def part(self, index: int, part: AnswerPart, *, with_text: bool) -> Iterator[dict[str, Any]]: ...
+
+    def last(self, answer: WholeAnswer, *, text_sent: bool) -> Iterator[dict[str, Any]]: ...
+
+    def end(self, answers: Sequence[WholeAnswer]) -> Iterator[dict[str, Any]]: ...
+
+    def refused(self, error: Refusal) -> dict[str, Any]: ...
 
 
 @attrs.frozen(kw_only=True)
@@ -29,25 +50,27 @@ class ReplyForm:
     texts: Texts
     log_probs: bool
     token_ids: bool
+    usage: bool = False  # whether a stream ends with the numbers of tokens
+    done: ClassVar[str] = "data: [DONE]\n\n"
 
     def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
         """The object of all answers."""
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head(kind), "choices": [self._choice(x) for x in answers], "usage": usage_of(answers)}
 
-    def first(self, count: int) -> Iterator[dict[str, Any]]:
-        """The chunks with which the stream of a chat with `count` answers begins; none for other completions."""
+    def first(self, prompts: Sequence[Sequence[int]], *, with_text: bool) -> Iterator[dict[str, Any]]:
+        """The chunks with which the stream of a chat begins, one for each prompt; none for other completions."""
+        del with_text
         if self.chat:
-            for index in range(count):
+            for index in range(len(prompts)):
                 yield self._chunk(index, {"role": "assistant", "content": ""})
 
-    def part(self, index: int, part: AnswerPart, *, with_text: bool) -> dict[str, Any] | None:
-        """The chunk of a part, with its text or without; None if the chunk would be empty."""
+    def part(self, index: int, part: AnswerPart, *, with_text: bool) -> Iterator[dict[str, Any]]:
+        """The chunk of a part, with its text or without, unless the chunk would be empty."""
         text = part.text if with_text else ""
         noted = self._noted(part.tokens, part.log_probs)
-        if not text and not (part.tokens and (self.log_probs or self.token_ids)):
-            return None
-        return self._chunk(index, {"content": text} if self.chat else text, noted, part.tokens)
+        if text or (part.tokens and (self.log_probs or self.token_ids)):
+            yield self._chunk(index, {"content": text} if self.chat else text, noted, part.tokens)
 
     def last(self, answer: WholeAnswer, *, text_sent: bool) -> Iterator[dict[str, Any]]:
         """The chunks with which an answer's stream ends: its calls, and its text unless `text_sent` says that it was
@@ -56,14 +79,19 @@ class ReplyForm:
             yield self._chunk(answer.index, {"reasoning_content": answer.turn.reasoning})
         if not text_sent and answer.turn.content:
             yield self._chunk(answer.index, {"content": answer.turn.content})
-        for place, call in enumerate(_calls(answer)):
+        for place, call in enumerate(calls_of(answer)):
             yield self._chunk(answer.index, {"tool_calls": [{"index": place, **call}]})
         yield self._chunk(answer.index, {} if self.chat else "", finish=answer.finish)
 
-    def usage(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
-        """The last chunk of a stream, with the numbers of tokens of the prompt and the answers."""
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return {**self._head(kind), "choices": [], "usage": usage_of(answers)}
+    def end(self, answers: Sequence[WholeAnswer]) -> Iterator[dict[str, Any]]:
+        """The last chunk of a stream with `usage`: the numbers of tokens of the prompt and the answers."""
+        if self.usage:
+            kind = "chat.completion.chunk" if self.chat else "text_completion"
+            yield {**self._head(kind), "choices": [], "usage": usage_of(answers)}
+
+    def refused(self, error: Refusal) -> dict[str, Any]:
+        """The last chunk of a stream that fails."""
+        return body_of(error)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -79,13 +107,7 @@ class ReplyForm:
             own |= {"token_ids": tokens, "prompt_token_ids": answer.prompt}
         if not self.chat:
             return {**own, "text": answer.turn.content}
-        calls = _calls(answer)
-        message: dict[str, Any] = {"role": "assistant", "content": answer.turn.content, "refusal": None}
-        if calls:
-            message |= {"content": answer.turn.content or None, "tool_calls": calls}
-        if answer.turn.reasoning is not None:
-            message["reasoning_content"] = answer.turn.reasoning
-        return {**own, "message": message}
+        return {**own, "message": message_of(answer)}
 
     def _chunk(
         self,
@@ -147,7 +169,18 @@ def _finite(log_prob: float) -> float:
     return log_prob if log_prob > _LEAST else _LEAST
 
 
-def _calls(answer: WholeAnswer) -> list[dict[str, Any]]:
+def message_of(answer: WholeAnswer) -> dict[str, Any]:
+    """An answer as a message of a chat, which a client sends back."""
+    calls = calls_of(answer)
+    message: dict[str, Any] = {"role": "assistant", "content": answer.turn.content, "refusal": None}
+    if calls:
+        message |= {"content": answer.turn.content or None, "tool_calls": calls}
+    if answer.turn.reasoning is not None:
+        message["reasoning_content"] = answer.turn.reasoning
+    return message
+
+
+def calls_of(answer: WholeAnswer) -> list[dict[str, Any]]:
     """The calls of an answer, with ids of nine letters and digits: templates of Mistral's models take no others."""
     made: list[dict[str, Any]] = []
     for place, call in enumerate(answer.turn.calls):
@@ -161,9 +194,7 @@ def _calls(answer: WholeAnswer) -> list[dict[str, Any]]:
     return made
 
 
-def event(value: Any) -> str:
-    """A server-sent event."""
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
-
-
-DONE = "data: [DONE]\n\n"
+def event(value: Mapping[str, Any]) -> str:
+    """A server-sent event, named by its type if it has one."""
+    name = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{name}data: {json.dumps(value, ensure_ascii=False)}\n\n"

@@ -52,7 +52,7 @@ class AblateSettings:
     device: str = setting("auto", wrong_name)
     """Where it runs: auto (an accelerator if there is one), cpu, cuda or cuda:N (ROCm too), xpu, npu or mps."""
     json: str | None = setting(None, place, output_file)
-    """Write everything to this JSON file."""
+    """Write everything to this JSON file; -, or nothing behind it: print it in place of the table."""
     png: str | None = setting(None, place, output_file)
     """Draw time and error to this PNG file."""
     replay: str | None = setting(None, place)

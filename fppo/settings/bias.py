@@ -48,7 +48,7 @@ class BiasSettings:
     worlds: int = setting(5, at_least(1), at_most(1000))
     """Worlds that medians are taken over."""
     json: str | None = setting(None, place, output_file)
-    """Write all numbers to this JSON file; -: print them in place of the tables."""
+    """Write all numbers to this JSON file; -, or nothing behind it: print them in place of the tables."""
     markdown: str | None = setting(None, place, output_file)
     """Write the tables to this Markdown file."""
     png: str | None = setting(None, place, output_file)

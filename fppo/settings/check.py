@@ -20,4 +20,4 @@ class CheckSettings:
     gpu: str | None = setting(None)
     """What a rank runs on, as fppo plan has it: a100-80, h100, h200, b200 or cpu; None: what is here."""
     json: str | None = setting(None, place, output_file)
-    """Write everything to this JSON file; -: print it in place of the text."""
+    """Write everything to this JSON file; -, or nothing behind it: print it in place of the text."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from fppo.fields import at_least, nonempty, place, setting
+from fppo.fields import at_least, nonempty, output_file, place, setting
 from fppo.settings import files
 from fppo.settings.train import TrainSettings
 from fppo.settings.values import is_list, read, value_of_words
@@ -66,6 +66,8 @@ class CompareSettings:
     """The metrics to compare; none: the held-out reward, and critic/true/r2 where it is logged."""
     out: str | None = setting(None, place)
     """The directory for all runs, the table and the picture; None: output_dir of the file, and -compare."""
+    json: str | None = setting(None, place, output_file)
+    """Write the comparison to this JSON file, too; -, or nothing behind it: print it in place of all else."""
 
 
 @attrs.frozen

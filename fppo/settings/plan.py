@@ -89,7 +89,7 @@ class PlanSettings:
     tries: bool = setting(True)
     """Where it does not fit, find settings with which it would."""
     json: str | None = setting(None, place, output_file)
-    """Write everything to this JSON file; -: print it in place of the table."""
+    """Write everything to this JSON file; -, or nothing behind it: print it in place of the table."""
 
 
 def load(file: str | None, arguments: Sequence[str]) -> tuple[TrainSettings, PlanSettings]:

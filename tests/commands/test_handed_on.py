@@ -10,7 +10,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from fppo._errors import UsageError
 from fppo.assembly.environments import maker_of
-from fppo.commands import check, output, serve
+from fppo.commands import check, serve
 from fppo.commands.options import ServeOptions
 from fppo.key import Key
 from fppo.laws.expectation import KL
@@ -175,12 +175,3 @@ def test_an_environment_that_is_made_already_takes_no_keywords():
         maker_of(EnvironmentSettings(name=name, keywords={"a": 1}))
     with pytest.raises(ValueError, match=r"NUMBER': is no environment: name a class"):
         maker_of(EnvironmentSettings(name=f"{__name__}:NUMBER", keywords={"a": 1}))
-
-
-@pytest.mark.parametrize("place", [None, "-", "new/x.json"])
-def test_results_are_shown_in_words_or_as_numbers_and_written_with_a_line_break(tmp_path, capsys, place):
-    path = place if place in (None, "-") else str(tmp_path / place)
-    output.show("words", '{"a": "é"}\n\n', path)
-    assert capsys.readouterr().out == ('{"a": "é"}\n\n\n' if place == "-" else "words\n")
-    written = [file.read_text(encoding="utf-8") for file in tmp_path.rglob("*.json")]
-    assert written == ([] if place in (None, "-") else ['{"a": "é"}\n'])

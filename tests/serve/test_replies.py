@@ -131,17 +131,17 @@ def test_chunks_have_the_protocols_form(drawn, flags, shown, text):
         return HEAD | {"object": kind, "choices": [choice]}
 
     first = [chunk(index, {"role": "assistant", "content": ""}) for index in range(2)]
-    assert [*form.first(2)] == (first if chat else [])
+    assert [*form.first([(), ()], with_text=shown)] == (first if chat else [])
     answers = answers_of(drawn, 0)
     for each, (tokens, (content, calls, reasoning), end, _) in zip(answers, drawn, strict=True):
         index, numbers = each.index, tuple(each.finished.log_probs.tolist())
         seen = text if shown else ""
-        part = form.part(index, AnswerPart(text, tuple(tokens), numbers), with_text=shown)
+        part = [*form.part(index, AnswerPart(text, tuple(tokens), numbers), with_text=shown)]
         note = noted(tokens, numbers, 0, chat) if log_probs else None
         expected = chunk(index, {"content": seen} if chat else seen, tokens=tokens, note=note)
-        assert part == (expected if seen or log_probs or token_ids else None)
-        nothing = form.part(index, AnswerPart(text, (), ()), with_text=shown)
-        assert (nothing is None) == (not seen)
+        assert part == ([expected] if seen or log_probs or token_ids else [])
+        nothing = [*form.part(index, AnswerPart(text, (), ()), with_text=shown)]
+        assert bool(nothing) == bool(seen)
         if chat:
             last = [] if reasoning is None else [chunk(index, {"reasoning_content": reasoning})]
             last += [] if shown or not content else [chunk(index, {"content": content})]
@@ -152,7 +152,9 @@ def test_chunks_have_the_protocols_form(drawn, flags, shown, text):
             last.append(chunk(index, {}, finish=ended_by(calls, end)))
             assert [*form.last(each, text_sent=shown)] == last
     kind = "chat.completion.chunk" if chat else "text_completion"
-    assert form.usage(answers) == HEAD | {"object": kind, "choices": [], "usage": usage_of(drawn)}
+    usage = HEAD | {"object": kind, "choices": [], "usage": usage_of(drawn)}
+    assert [*form.end(answers)] == []
+    assert [*attrs.evolve(form, usage=True).end(answers)] == [usage]
 
 
 def test_an_event_is_a_line_of_json():

@@ -70,8 +70,7 @@ def tinker_app(service: TinkerService, *, keys: Sequence[str], flags: ClientFlag
     return Guard(
         routed([router], _refused),
         _refused,
-        header=b"x-api-key",
-        owners={key.encode(): owner_of(key) for key in keys},
+        owners={(b"x-api-key", key.encode()): owner_of(key) for key in keys},
         advice="give one of the keys that the server was started with, as X-API-Key",
         free=lambda path: path.startswith(free),
         body_bytes=bounds.body_bytes,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 
@@ -85,21 +84,6 @@ class Ablation:
     rows: tuple[ResultRow, ...]
     machine: HostRates
     interrupted: bool = False
-
-    def to_json(self) -> str:
-        """Everything as JSON; a number that is not finite is a string, as "inf"."""
-        return json.dumps(plain(attrs.asdict(self)), indent=1)
-
-
-def plain(value: Any) -> Any:
-    """Nested values as JSON can hold them."""
-    if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 def groups(rows: Sequence[ResultRow]) -> list[list[ResultRow]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -235,6 +234,6 @@ def text(stages: Sequence[StageComparison]) -> str:
     return "\n".join([*lines, "", end])
 
 
-def to_json(stages: Sequence[StageComparison]) -> str:
-    """The comparison as JSON."""
-    return json.dumps([attrs.asdict(stage) for stage in stages], indent=1)
+def record(stages: Sequence[StageComparison]) -> dict[str, Any]:
+    """The comparison as values of JSON."""
+    return {"stages": [attrs.asdict(stage) for stage in stages]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -122,13 +121,13 @@ def _said(verdict: Verdict, width: int, *, batches: bool) -> list[str]:
     return [*lines, *(f"      {line}" for line in verdict.shown)] if batches else lines
 
 
-def to_json(report: AuditReport) -> str:
-    """The report as JSON: every verdict, with the smallest batch that breaks the law as lists of numbers."""
+def record(report: AuditReport) -> dict[str, Any]:
+    """The report as values of JSON: every verdict, with the smallest batch that breaks the law as lists of numbers."""
     functions = [
         {"name": function.name, "kind": function.kind, "laws": [_numbers(x) for x in function.verdicts]}
         for function in report.functions
     ]
-    return json.dumps({"name": report.name, "versions": list(report.versions), "functions": functions}, indent=1)
+    return {"name": report.name, "versions": list(report.versions), "functions": functions}
 
 
 def _numbers(verdict: Verdict) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def test_wrong_arguments_are_named(arguments, words, file, capsys):
 def test_the_command_compares_and_writes(file, tmp_path, capsys):
     assert cli.main(["audit", "--dump", str(file), "--json", str(tmp_path / "found.json")]) == 0
     assert "no difference in advantages, loss, gradient" in capsys.readouterr().out
-    stages = [StageComparison(**stage) for stage in json.loads((tmp_path / "found.json").read_text())]
+    stages = [StageComparison(**stage) for stage in json.loads((tmp_path / "found.json").read_text())["stages"]]
     assert [stage.stage for stage in stages] == ["advantages", "returns", "loss", "gradient"]
     assert cli.main(["audit", "--dump", str(file), "--estimator", "rloo"]) == 1
 

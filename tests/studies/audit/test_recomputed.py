@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fppo import advantages, losses
+from fppo.commands.output import document
 from fppo.laws import Verdict
 from fppo.studies.audit import Audited, AuditReport, audit, dump, report
 from fppo.studies.audit.dump import Recipe, StageComparison, compare, load
@@ -182,7 +183,7 @@ def test_the_words_of_a_comparison():
     ]
     assert dump.text([equal, left]).endswith("\n\nno difference in advantages")
     assert dump.text([left]).endswith("\n\nnothing could be compared")
-    assert json.loads(dump.to_json([gradient])) == [
+    assert json.loads(document(dump.record([gradient])))["stages"] == [
         {
             "stage": "gradient",
             "outcome": "differs",
@@ -240,7 +241,7 @@ def test_the_numbers_of_an_audit():
     note = {"law": "rows", "statement": "rows count", "outcome": "note", "reason": "they do\n not", "size": "1 x 2"}
     fault = {"law": "sum", "statement": "it adds up", "outcome": "fault", "reason": "it is nan", "size": "2 x 1"}
     holds = {"law": "pure", "statement": "it is pure", "outcome": "holds"}
-    assert json.loads(report.to_json(MADE)) == {
+    assert json.loads(document(report.record(MADE))) == {
         "name": "mine",
         "versions": ["mine 1.0", "torch 2"],
         "functions": [

@@ -9,6 +9,7 @@ import torch
 from fppo import advantages, laws, losses
 from fppo._errors import UsageError
 from fppo.commands import cli
+from fppo.commands.output import document
 from fppo.studies.audit import Audited, audit, report
 from fppo.studies.audit.peers import PEERS, adapters_of
 
@@ -62,7 +63,7 @@ def test_the_table_counts_and_explains(found):
 
 
 def test_json_holds_the_batch(found):
-    numbers = json.loads(report.to_json(found))
+    numbers = json.loads(document(report.record(found)))
     means = numbers["functions"][1]
     (broken,) = [law for law in means["laws"] if law["law"] == "micro-batches"]
     assert broken["outcome"] == "fault"
@@ -75,7 +76,7 @@ def test_json_has_words_for_what_is_no_number():
     def spreads(log_probs, old, advantages, mask, *, pieces, whole):
         return (log_probs * mask).sum()
 
-    numbers = json.loads(report.to_json(audit("mine", [Audited("spreads", "whole_loss", spreads)])))
+    numbers = json.loads(document(report.record(audit("mine", [Audited("spreads", "whole_loss", spreads)]))))
     assert "nan" in json.dumps(numbers)
 
 
