@@ -19,12 +19,12 @@ from fppo.fleet import AnyGroup, Here, LocalGroup, on
 from fppo.key import Key
 from fppo.models import lora, lora_files
 from fppo.models.model import Model, Params
-from fppo.pipeline.endpoint import EndpointTeacher
 from fppo.pipeline.feedback import Prompt, PromptByFeedback, TeacherPrompt
 from fppo.pipeline.passes import PolicyFn, PolicyPass, View
 from fppo.pipeline.program import AnnotateStage
 from fppo.pipeline.teacher import LOG_PROBS, TOP, TeachByPolicy, TeacherFn, TeacherPass, as_drawn
 from fppo.pipeline.teachers import SeveralTeachers, Weigh, by_field, by_function, by_weights
+from fppo.rollout.endpoint import EndpointTeacher
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import Lane, to_host
 from fppo.settings.model import ModelSettings, is_adapter, is_endpoint, params_on_host

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +13,6 @@ import attrs
 import torch
 
 from fppo.batch import Rollout
-from fppo.pipeline.passes import View
 from fppo.steps.critic import as_it_is
 from fppo.steps.outputs import TokenOutputs
 
@@ -33,7 +32,7 @@ class EndpointTeacher:
 
     url: str
     model: str
-    view: View = as_it_is
+    view: Callable[[Any], Any] = as_it_is
     concurrency: int = 32
     patience: float = 600.0
 

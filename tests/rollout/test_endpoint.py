@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from fppo.pipeline.endpoint import EndpointTeacher
+from fppo.rollout.endpoint import EndpointTeacher
 from tests import tiny
 
 
