@@ -180,6 +180,11 @@ def auto_or(check: Check) -> Check:
     return lambda x: None if x == "auto" else check(x)
 
 
+def none_or(check: Check) -> Check:
+    """Make the check that a setting is None, or passes `check`."""
+    return lambda x: None if x is None else check(x)
+
+
 def above(low: float) -> Check:
     """Make the check that a number is greater than `low`."""
     return lambda x: None if x is None or x > low else f"must be greater than {low}"

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import attrs
 import tyro
 
-from fppo.fields import Table, above, at_least, at_most, nonempty, place, setting
+from fppo.fields import Table, above, at_least, at_most, none_or, nonempty, place, setting
 
 Offload = Literal["none", "moments", "all", "optimizer_step"]
 
@@ -105,7 +105,7 @@ class ModelSettings:
     """In place of teacher_path: the policy, averaged; the part that a step keeps. 0: as it is, 1: as at the start."""
     teachers: Table = setting(dict, _named_paths)
     """In place of teacher_path several by name: models, adapters on path's weights, or http://HOST/v1#MODEL of vLLM."""
-    teacher_by: str | None = setting(None, nonempty("give a field of the rows, or module:function"))
+    teacher_by: str | None = setting(None, none_or(nonempty("give a field of the rows, or module:function")))
     """Which of them a row has: a field with its name, source, or module:function of the row; None: all, by weights."""
     teacher_weights: Table = setting(dict)
     """Where each row has all of them, the weight of each by name, 1 in all; none: equal ones."""
