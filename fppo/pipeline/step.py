@@ -40,12 +40,7 @@ def ppo_step(
     stages with fields that contradict each other (`checks.disagreements`). Raises RunFailed, a ValueError, if all of a
     model's first updates were skipped.
     """
-    stages = {name: getattr(program, name) for name in ("rollout", "annotate", "estimate", "update_actor")}
-    if wrong := disagreements(**stages):
-        raise ValueError("\n".join(wrong))
-    if run.critic is not None and program.update_critic is None:
-        raise ValueError("the run has a critic, but the program has no update_critic: it would never learn")
-    _check_pairs(run, program)
+    _check(run, program)
     if run.ahead:
         scored, cursor, sampled = run.ahead[0].batch(), run.cursor, run.ahead[0].metrics
     else:
@@ -90,8 +85,14 @@ def ppo_step(
     return after, experience, metrics.merge(sampled, aged, noted, estimated, pretrained, held, *updated.values())
 
 
-def _check_pairs(run: RunState, program: Program) -> None:
-    """Raise ValueError for a state without its rule in the program, or a rule without its state."""
+def _check(run: RunState, program: Program) -> None:
+    """Raise ValueError for stages that disagree, a state without its rule in the program, or a rule without its
+    state."""
+    stages = {name: getattr(program, name) for name in ("rollout", "annotate", "estimate", "update_actor")}
+    if wrong := disagreements(**stages):
+        raise ValueError("\n".join(wrong))
+    if run.critic is not None and program.update_critic is None:
+        raise ValueError("the run has a critic, but the program has no update_critic: it would never learn")
     if (run.pretraining is None) != (program.pretrain is None):
         raise ValueError("RunState.pretraining and Program.pretrain belong together: give Pretraining() and its rule")
     if (run.entropy is None) != (program.hold_entropy is None):
