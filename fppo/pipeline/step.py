@@ -43,8 +43,6 @@ def ppo_step(
     stages = {name: getattr(program, name) for name in ("rollout", "annotate", "estimate", "update_actor")}
     if wrong := disagreements(**stages):
         raise ValueError("\n".join(wrong))
-    if run.critic is not None and program.update_critic is None:
-        raise ValueError("the run has a critic, but the program has no update_critic: it would never learn")
     _check_pairs(run, program)
     if run.ahead:
         scored, cursor, sampled = run.ahead[0].batch(), run.cursor, run.ahead[0].metrics
@@ -89,6 +87,8 @@ def ppo_step(
 
 def _check_pairs(run: RunState, program: Program) -> None:
     """Raise ValueError for a state without its rule in the program, or a rule without its state."""
+    if run.critic is not None and program.update_critic is None:
+        raise ValueError("the run has a critic, but the program has no update_critic: it would never learn")
     if (run.pretraining is None) != (program.pretrain is None):
         raise ValueError("RunState.pretraining and Program.pretrain belong together: give Pretraining() and its rule")
     if (run.entropy is None) != (program.hold_entropy is None):
