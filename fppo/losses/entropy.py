@@ -82,9 +82,11 @@ def update_entropy(
     return EntropyState(**moved, start=start)
 
 
-def entropy_counts(entropy: Tokens, mask: Mask) -> Sum:
-    """The number of tokens of the mask in each of 1601 bins of `entropy` [B, T], int64: 64 bins of equal ratio from any
-    entropy to twice that, from 2^-20 to 32 nats, after one for less. They add up over micro-batches and ranks.
+def entropy_counts(entropy: Tokens, mask: Mask, name: str) -> Metrics:
+    """A metric of the number of tokens of the mask in each of 1601 bins of `entropy` [B, T], int64, for
+    `entropy_quantiles` of this name: it adds up over micro-batches and ranks.
+
+    There are 64 bins of equal ratio from any entropy to twice that, from 2^-20 to 32 nats, after one for less.
 
     Raises ValueError unless `entropy` is floating and `mask` bool, both [B, T].
     """
@@ -93,7 +95,7 @@ def entropy_counts(entropy: Tokens, mask: Mask) -> Sum:
     places = ((seen.clamp(min=_LEAST) / _LEAST).log2() * _PER_OCTAVE).long().clamp(max=_BINS - 2) + 1
     places = places.where(seen >= _LEAST, 0).flatten()
     none = torch.zeros(_BINS, dtype=torch.int64, device=places.device)
-    return Sum(none.scatter_add(0, places, mask.flatten().long()))
+    return {f"{name}/counts": Sum(none.scatter_add(0, places, mask.flatten().long()))}
 
 
 def entropy_quantiles(report: Metrics, name: str) -> Metrics:

@@ -152,7 +152,7 @@ class PolicyObjective:
             summed["actor/distill_loss"] = self.distill(out.listed_log_probs, rows)
         report = report | {"actor/entropy": metrics.masked_mean(out.entropy, mask)}
         if terms.entropy_quantiles:
-            report["actor/entropy/counts"] = losses.entropy_counts(out.entropy, mask)
+            report |= losses.entropy_counts(out.entropy, mask, "actor/entropy")
         loss, sums = weighted_sum(summed, weights)
         if terms.nll_coef:
             assert isinstance(rows, PreparedRows)

@@ -71,7 +71,7 @@ def test_quantiles_are_those_of_the_sorted_tokens_however_they_are_cut(rows, wid
     mask = torch.rand(rows, width, generator=g) < 0.7
     cut = seed % rows
     places = slice(None), slice(cut), slice(cut, None)
-    counts = [{"a/counts": losses.entropy_counts(spoil(entropy[at], mask[at]), mask[at])} for at in places]
+    counts = [losses.entropy_counts(spoil(entropy[at], mask[at]), mask[at], "a") for at in places]
     whole, pieces = (losses.entropy_quantiles(x, "a") for x in (counts[0], merge(*counts[1:])))
     assert whole.keys() == {"a/p10", "a/p50", "a/p90"}
     found = metrics.report(whole)
@@ -90,4 +90,4 @@ def test_other_metrics_pass_through():
     report = {"a": metrics.mean(1.0)}
     assert losses.entropy_quantiles(report, "a") == report
     with pytest.raises(ValueError, match="mask must be bool"):
-        losses.entropy_counts(torch.zeros(1, 2), torch.ones(1, 2))
+        losses.entropy_counts(torch.zeros(1, 2), torch.ones(1, 2), "a")
