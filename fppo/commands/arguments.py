@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,7 +77,7 @@ class Command:
 
 def printed(rest: Sequence[str]) -> list[str]:
     """The arguments with the file "-", standard output, behind a `--json` that has none."""
-    pairs = zip(rest, [*rest[1:], "--"], strict=True)
+    pairs = itertools.pairwise([*rest, "--"])
     return [x for word, then in pairs for x in ([word, "-"] if word == "--json" and then.startswith("--") else [word])]
 
 
