@@ -93,7 +93,7 @@ def test_an_engine_that_cannot_be_open_answers_at_once_with_the_same_parameters(
             requests.step()
 
 
-class Noting(Lane):
+class CopiesNoted(Lane):
     """A lane that knows which of its copies are alive."""
 
     def __init__(self):
@@ -114,7 +114,7 @@ class Noting(Lane):
 def test_what_was_fetched_is_given_back_once_the_engine_has_cast_it(opens):
     """While tokens are drawn the device holds the policy once."""
     model, params = make("qwen2", dtype=torch.float32)
-    lane = Noting()
+    lane = CopiesNoted()
     engine = FetchingEngine(engine=engine_of(attrs.evolve(model, compute_dtype=torch.bfloat16)), lane=lane)
     seen = []
     if opens:
@@ -132,7 +132,7 @@ def test_keys_and_values_are_given_back_before_newer_weights_are_loaded():
     engine = engine_of(attrs.evolve(model, compute_dtype=torch.bfloat16), max_rows=64)
     held = []
 
-    class Watched(UserDict):
+    class NotedParams(UserDict):
         """Parameters that note what is alive when they are first read."""
 
         def __getitem__(self, name):
@@ -144,5 +144,5 @@ def test_keys_and_values_are_given_back_before_newer_weights_are_loaded():
         requests.add([Request(name=str(i), ids=(3,) * 200, sampling=Sampling(), key=Key(0)) for i in range(9)])
         requests.step()
         assert limited.live > 2 * loaded
-        requests.update(Watched(params), 1)
+        requests.update(NotedParams(params), 1)
     assert held[0] < loaded / 2, "neither keys and values nor the weights before are on the device"

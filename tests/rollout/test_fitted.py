@@ -30,7 +30,7 @@ ASK = Ask(make_prompts((4, 9, 30, 6, 2, 7)), Sampling(n=3, max_tokens=40, stop_t
 
 
 @attrs.frozen
-class Within:
+class Confined:
     """An engine whose steps run within a dispatch mode."""
 
     engine: object
@@ -39,10 +39,10 @@ class Within:
     @contextmanager
     def open(self, params, **changes):
         with self.engine.open(params, **changes) as requests:
-            yield WithinRequests(requests, self.mode)
+            yield ConfinedRequests(requests, self.mode)
 
 
-class WithinRequests:
+class ConfinedRequests:
     """Requests whose steps run within a mode. `heard` are the tokens of each request as they were told."""
 
     def __init__(self, inner, mode):
@@ -103,7 +103,7 @@ def test_a_rollout_under_a_limit_is_the_rollout_without_one(name, share, caplog)
 def short(name, number=-1, **changes):
     """A model's engine that fails once, in the operation of this number, and its parameters."""
     model, params = make(name, config=HYBRIDS.get(name))
-    return Within(engine_of(model, halve_on_oom=True, **changes), FailingAt(number)), params
+    return Confined(engine_of(model, halve_on_oom=True, **changes), FailingAt(number)), params
 
 
 @pytest.mark.slow
