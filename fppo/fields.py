@@ -175,9 +175,9 @@ def at_least(low: float) -> Check:
     return lambda x: None if x is None or x >= low else f"must be {low} or more"
 
 
-def auto_or(check: Check) -> Check:
-    """Make the check that a setting is "auto", or passes `check`."""
-    return lambda x: None if x == "auto" else check(x)
+def word_or(word: str, check: Check) -> Check:
+    """Make the check that a setting is this word, or passes `check`."""
+    return lambda x: None if x == word else check(x)
 
 
 def none_or(check: Check) -> Check:

@@ -35,8 +35,8 @@ from fppo.runtime.mesh import is_first
 from fppo.settings.component import value_of
 from fppo.settings.learning import AlgorithmSettings, CriticSettings, EntropyControlSettings
 from fppo.settings.resolve import old_log_probs_source
+from fppo.settings.rollout import RolloutSettings
 from fppo.settings.tables import ESTIMATORS
-from fppo.settings.train import TrainSettings
 
 ROLLOUTS = "rollouts"  # directory of saved rollouts, within the run's
 
@@ -58,7 +58,8 @@ def program_of(
     critic, algorithm, rollout, runner = settings.critic, settings.algorithm, settings.rollout, scored.scoring.runner
     advantage_fn = inputs.advantage({term.name: term.weight for term in runner.terms})
     correct = loss_correction(algorithm.correction, settings.actor.loss)
-    estimate = _estimate(advantage_fn, settings, correct)
+    by_feedback = settings.data.teacher_function is not None
+    estimate = _estimate(advantage_fn, algorithm, rollout, correct, by_feedback=by_feedback)
     program = wire(
         rollout=RollOut(
             engine=scored.engine,
@@ -78,7 +79,9 @@ def program_of(
     )
     directory = Path(settings.output_dir) / ROLLOUTS if rollout.save and is_first(inputs.mesh) else None
     annotate, watch = program.annotate, watch_of(rollout, settings.model.compute_dtype)
-    annotate = by_policy(settings, inputs.tokenizer, annotate, passes.policy)
+    if settings.uses_teacher and not settings.loads_teacher:
+        top = settings.actor.distill.used
+        annotate = by_policy(annotate, passes.policy, settings.data, inputs.tokenizer, top=top)
     return attrs.evolve(
         program,
         annotate=annotate if watch is None else WatchAnnotate(stage=annotate, limit=watch[0], then=watch[1]),
@@ -96,12 +99,19 @@ def program_of(
     )
 
 
-def _estimate(advantage_fn: AdvantageFn, settings: TrainSettings, correct: Correct | None) -> Estimate:
-    algorithm, rollout = settings.algorithm, settings.rollout
+def _estimate(
+    advantage_fn: AdvantageFn,
+    algorithm: AlgorithmSettings,
+    rollout: RolloutSettings,
+    correct: Correct | None,
+    *,
+    by_feedback: bool,
+) -> Estimate:
+    """The stage of rewards and advantages. `by_feedback`: whether some rows have no teacher's prompt."""
     dropped, kl = rollout.filter, algorithm.kl
     groups = [partial(equal_groups, by=dropped.by)] if dropped.groups else []
     of_reward = value_of(algorithm.advantage, ESTIMATORS, "score_coef") or not algorithm.reads("teacher_log_probs")
-    groups += [untaught] if settings.data.teacher_function is not None and not of_reward else []
+    groups += [untaught] if by_feedback and not of_reward else []
     return Estimate(
         advantage_fn=advantage_fn,
         max_tokens=rollout.max_tokens,

@@ -49,7 +49,7 @@ from fppo.pipeline.program import Base, Together, UpdateStage, in_turn
 from fppo.pipeline.teacher import follow
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import Lane, OnHost, to_host
-from fppo.settings.learning import ActorSettings, CriticSettings
+from fppo.settings.learning import ActorSettings, CriticSettings, DistillSettings
 from fppo.settings.model import ModelSettings, Offload, params_on_host
 from fppo.settings.modules import kernels_named
 from fppo.settings.resolve import old_log_probs_source
@@ -329,7 +329,7 @@ def make_roles(
     at = {role: groups.get(role, local) for role in ("actor", "critic")}
     at["reference"] = groups.get("reference", at["actor"])
     passes = _pass_options(model, actor, settings.rollout.temperature, algorithm.router_replay)
-    passes = attrs.evolve(passes, top=top_of(settings))
+    passes = attrs.evolve(passes, top=top_of(actor.distill, model))
 
     def make(role: str, fn: Callable[..., Any], *args: Any) -> Any:
         group, own = at[role], tools
@@ -375,12 +375,12 @@ def _pass_options(
     )
 
 
-def top_of(settings: TrainSettings) -> Top | None:
+def top_of(distill: DistillSettings, model: ModelSettings) -> Top | None:
     """The tokens of a teacher's distributions that a run reads, of those that the policy may sample; None if none."""
-    if not settings.actor.distill.used:
+    if not distill.used:
         return None
-    count = vocabulary_size_of(settings.model)
-    return Top(settings.actor.distill.top or count, count)
+    count = vocabulary_size_of(model)
+    return Top(count if distill.top == "all" else distill.top, count)
 
 
 def fetch_of(offload: Offload, lane: Lane) -> Fetch:

@@ -28,7 +28,7 @@ from fppo.rollout.endpoint import EndpointTeacher
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import Lane, to_host
 from fppo.settings.model import ModelSettings, is_adapter, is_endpoint, params_on_host
-from fppo.settings.train import DataSettings, TrainSettings
+from fppo.settings.train import DataSettings
 from fppo.steps.critic import as_it_is
 from fppo.steps.outputs import Forward
 from fppo.workers.imports import imported
@@ -57,7 +57,7 @@ def make_teachers(here: Here, inputs: Inputs) -> SeveralTeachers:
         place = path, f"model.teachers.{name}"
         if is_endpoint(path):
             url, _, served = path.partition("#")
-            made[name] = EndpointTeacher(url=url.rstrip("/"), model=served, view=view_of_teacher(inputs.settings))
+            made[name] = EndpointTeacher(url=url.rstrip("/"), model=served, view=view_of_teacher(inputs.settings.data))
             continue
         if not is_adapter(path):
             made[name] = _pass_of(load_teacher(section, here.mesh, place), here, inputs)
@@ -91,24 +91,19 @@ def _pass_of(loaded: tuple[Model, Params], here: Here, inputs: Inputs) -> Teache
     settings, section, (model, params) = inputs.settings, inputs.settings.model, loaded
     params, offload = on_device(params, here.device), offload_of(section.offload, section.teacher_offload)
     how = only(section, "remove_padding", "share_prompts")
-    forward = Forward(model, inputs.kernels, here.mesh, top=top_of(settings), **how)
+    forward = Forward(model, inputs.kernels, here.mesh, top=top_of(settings.actor.distill, section), **how)
     micro_batching, fetch = forward_micro_batching_of(section, settings.actor), fetch_of(offload, Lane(here.device))
     return TeacherPass(
         params=to_host(params) if params_on_host(offload) else params,
         policy=PolicyPass(forward=forward, micro_batching=micro_batching, fetch=fetch),
-        view=view_of_teacher(settings),
-        outputs=outputs_of_teacher(settings),
+        view=view_of_teacher(settings.data),
+        outputs=TOP if settings.actor.distill.used else LOG_PROBS,
     )
 
 
-def view_of_teacher(settings: TrainSettings) -> View:
+def view_of_teacher(section: DataSettings) -> View:
     """The function from rows to those that a teacher reads."""
-    return as_it_is if settings.data.teacher_prompt is None else data.with_teacher_prompt
-
-
-def outputs_of_teacher(settings: TrainSettings) -> tuple[str, ...]:
-    """The outputs of a teacher's pass that a run reads."""
-    return TOP if settings.actor.distill.used else LOG_PROBS
+    return as_it_is if section.teacher_prompt is None else data.with_teacher_prompt
 
 
 def prompt_of_teacher(section: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Prompt:
@@ -129,14 +124,12 @@ def prompt_of_teacher(section: DataSettings, tokenizer: PreTrainedTokenizerBase)
 
 
 def by_policy(
-    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, stage: AnnotateStage, policy: PolicyFn
-) -> AnnotateStage:
-    """The stage, with the policy as its own teacher if the settings say so; `policy` is the policy's pass."""
-    if not settings.uses_teacher or settings.loads_teacher:
-        return stage
-    prompt = prompt_of_teacher(settings.data, tokenizer)
-    how = {"view": view_of_teacher(settings), "outputs": outputs_of_teacher(settings)}
-    return TeachByPolicy(stage=stage, policy=policy, prompt=prompt, **how)
+    stage: AnnotateStage, policy: PolicyFn, section: DataSettings, tokenizer: PreTrainedTokenizerBase, *, top: bool
+) -> TeachByPolicy:
+    """The stage, with the policy as its own teacher; `policy` is the policy's pass. With `top` the teacher gives its
+    distributions."""
+    prompt, outputs = prompt_of_teacher(section, tokenizer), TOP if top else LOG_PROBS
+    return TeachByPolicy(stage=stage, policy=policy, prompt=prompt, view=view_of_teacher(section), outputs=outputs)
 
 
 def check_adapter(section: ModelSettings, tokenizer: PreTrainedTokenizerBase, place: tuple[str, str]) -> None:

@@ -33,7 +33,7 @@ class SeveralTeachers:
     weigh: Weigh
 
     def __call__(self, rows: Rollout, temperature: float) -> TokenOutputs:
-        """What the teachers say of all rows, under softmax(logits / temperature)."""
+        """Compute what the teachers say of all rows, under softmax(logits / temperature)."""
         weights = [self._checked(each) for each in self.weigh(rows)]
         found: dict[str, torch.Tensor] = {}
         for name, teacher in self.teachers.items():

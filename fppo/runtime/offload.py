@@ -205,7 +205,7 @@ def offloaded_adamw(kernel: Callable[..., None], lane: Lane, *, bucket_bytes: in
     return adamw
 
 
-class Piece(NamedTuple):
+class MomentPart(NamedTuple):
     """A range of elements of the parameter with index `number`; `stop` None is the whole."""
 
     number: int
@@ -213,15 +213,15 @@ class Piece(NamedTuple):
     stop: int | None
 
 
-def pieces_of(tensors: Sequence[Tensor], bucket: Sequence[Piece]) -> list[Tensor]:
+def pieces_of(tensors: Sequence[Tensor], bucket: Sequence[MomentPart]) -> list[Tensor]:
     """The tensors, or flat ranges of them, that a bucket has; they share memory with `tensors`."""
     return [tensors[n] if stop is None else tensors[n].view(-1)[start:stop] for n, start, stop in bucket]
 
 
-def buckets_of(columns: Sequence[Sequence[Tensor]], size: int) -> list[list[Piece]]:
+def buckets_of(columns: Sequence[Sequence[Tensor]], size: int) -> list[list[MomentPart]]:
     """Split all parameters into pieces, in buckets of at most `size` bytes of moments, or of one smallest piece.
     `columns` are the parameters, their gradients, and their first and second moments."""
-    buckets: list[list[Piece]] = []
+    buckets: list[list[MomentPart]] = []
     room = 0
     for number, (param, grad, mu, nu) in enumerate(zip(*columns, strict=True)):
         width = mu.element_size() + nu.element_size()
@@ -234,7 +234,7 @@ def buckets_of(columns: Sequence[Sequence[Tensor]], size: int) -> list[list[Piec
                 room = size
             fitting = rest if whole else min(rest, max(room // width // GRAIN, 1) * GRAIN)
             cut = fitting < count
-            buckets[-1].append(Piece(number, start, start + fitting if cut else None))
+            buckets[-1].append(MomentPart(number, start, start + fitting if cut else None))
             room -= fitting * width
             start += fitting
             if start >= count:

@@ -255,7 +255,7 @@ def _blocks(answer: WholeAnswer) -> list[dict[str, Any]]:
 
 
 def _deltas(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What is in a block, as it is sent after an empty one."""
+    """The content of a block, as it is sent after an empty one."""
     if block["type"] == "tool_use":
         yield {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
     elif text := block[block["type"]]:

@@ -25,8 +25,8 @@ from fppo.serve.protocol import (
     parsed,
 )
 from fppo.serve.refusal import Refusal
-from fppo.serve.replies import Reply, ReplyForm, event, message_of
-from fppo.serve.responses import ResponseForm, Stored, response_request
+from fppo.serve.replies import ReplyForm, ReplyStream, event, message_of
+from fppo.serve.responses import ResponseForm, StoredResponse, response_request
 from fppo.serve.service import AnswerPart, OpenAnswer, Service, WholeAnswer
 
 SESSION = "x-session-id"
@@ -83,7 +83,7 @@ def router_of(service: Service, *, problem: Callable[[], str | None] | None = No
 
 def _add_chats(router: APIRouter, service: Service, ids: Iterator[str]) -> None:
     """Add the routes that answer chats, in each of their protocols."""
-    stored = Stored()
+    stored = StoredResponse()
 
     async def chat(request: Request) -> Response:
         asked = chat_request(parsed(await request.body()))
@@ -109,7 +109,7 @@ def _add_chats(router: APIRouter, service: Service, ids: Iterator[str]) -> None:
         return await answered(request, asked, form)
 
     async def answered(
-        request: Request, asked: Translated, form: Reply, ended: Callable[[WholeAnswer], None] = _unheard
+        request: Request, asked: Translated, form: ReplyStream, ended: Callable[[WholeAnswer], None] = _unheard
     ) -> Response:
         chat, options = asked.chat, asked.chat.options
         _check_model(service, options)
@@ -164,7 +164,7 @@ def _form(service: Service, options: AnswerOptions, own: str, *, chat: bool) -> 
 async def _replied(
     request: Request,
     answers: Sequence[OpenAnswer],
-    form: Reply,
+    form: ReplyStream,
     options: AnswerOptions,
     *,
     as_drawn: bool,
@@ -202,7 +202,7 @@ def _cancel(answers: Sequence[OpenAnswer]) -> None:
 
 
 async def _events(
-    answers: Sequence[OpenAnswer], form: Reply, *, as_drawn: bool, ended: Callable[[WholeAnswer], None]
+    answers: Sequence[OpenAnswer], form: ReplyStream, *, as_drawn: bool, ended: Callable[[WholeAnswer], None]
 ) -> AsyncIterator[str]:
     """The events of a stream. An error in the middle of it is its last event. `as_drawn` and `ended` are as in
     `_replied`."""

@@ -20,7 +20,7 @@ _LEAST = -9999.0
 _LETTERS = string.ascii_letters + string.digits
 
 
-class Reply(Protocol):
+class ReplyStream(Protocol):
     """The form of the answers to one request in some protocol: one object, or the events of a stream, and what the
     stream ends with when it is `done`."""
 

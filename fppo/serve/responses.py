@@ -79,7 +79,7 @@ _REPEATED: Mapping[str, Any] = {
 }
 
 
-class Stored:
+class StoredResponse:
     """The conversations that responses end, by the responses' names; beyond `most_bytes` of JSON, those that were used
     longest ago are forgotten."""
 
@@ -114,7 +114,7 @@ class ResponseRequest(NamedTuple):
     stored: bool
 
 
-def response_request(body: Mapping[str, Any], stored: Stored) -> ResponseRequest:
+def response_request(body: Mapping[str, Any], stored: StoredResponse) -> ResponseRequest:
     """The request of POST /responses. Raises Refusal."""
     check_names(body, (*_SAME, *_OWN, *_RENAMED), ignored=_HARMLESS, refused=_NO)
     _check_objects(body)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import attrs
 
-from fppo.fields import Table, above, at_least, at_most, auto_or, below, nonempty, setting
+from fppo.fields import Table, above, at_least, at_most, below, nonempty, setting, word_or
 from fppo.settings.component import given, named, requires
 from fppo.settings.model import Offload
 from fppo.settings.tables import CORRECTIONS, DIVERGENCES, ESTIMATORS, OPTIMIZERS, POLICY_LOSSES, VALUE_HEADS
@@ -184,7 +184,7 @@ class UpdateSettings:
     """What mini-batches are drawn by: rows, or prompts with all of their rows, which are then computed once."""
     micro_batch_size: int | None = setting(None, at_least(0))
     """Sequences per forward and backward pass; 0 or None: split by token_budget."""
-    token_budget: TokenBudget = setting(None, auto_or(at_least(0)))
+    token_budget: TokenBudget = setting(None, word_or("auto", at_least(0)))
     """Tokens per forward and backward pass; auto: at most 16384, as many as fit; None: 16384, or micro_batch_size."""
 
     @property
@@ -216,8 +216,8 @@ class DistillSettings:
     """none, reverse_kl, forward_kl, jensen_shannon (GKD's, with beta); or module:function for your own."""
     coef: float = setting(1.0, above(0))
     """The factor of the term; the policy loss is beside it."""
-    top: int | None = setting(100, at_least(1))
-    """It is of the teacher's so many most probable tokens, and all others as one; None: the whole vocabulary."""
+    top: Literal["all"] | int = setting(100, word_or("all", at_least(1)))
+    """It is of the teacher's so many most probable tokens, and all others as one; or of all tokens."""
     keywords: Table = given()
 
     @property

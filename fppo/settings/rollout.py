@@ -16,12 +16,12 @@ from fppo.fields import (
     above,
     at_least,
     at_most,
-    auto_or,
     below,
     nonempty,
     place,
     setting,
     temperature,
+    word_or,
 )
 from fppo.rollout.vllm.options import VllmOptions
 from fppo.settings.component import given, named
@@ -145,7 +145,7 @@ class RolloutSettings:
     """Tokens that end a response too, by their ids."""
     engine: Literal["embedded", "vllm"] = setting("embedded")
     """What generates: transformers on the training parameters themselves, or vLLM on a copy that is sent to it."""
-    cache_gb: Literal["auto"] | float | None = setting(None, auto_or(above(0)))
+    cache_gb: Literal["auto"] | float | None = setting(None, word_or("auto", above(0)))
     """GiB of keys and values that the embedded engine holds; None: half of a GPU's free memory, no bound on a CPU;
     auto: at most that, as many as fit."""
     vllm: VllmSettings = setting(VllmSettings)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from fppo.fields import MOST_ROWS, MOST_TOKENS, Problem, at_least, at_most, auto_or, nonempty, setting
+from fppo.fields import MOST_ROWS, MOST_TOKENS, Problem, at_least, at_most, nonempty, setting, word_or
 from fppo.settings.learning import OptimizerSettings, TokenBudget, WeightMode, passes_of
 
 
@@ -33,7 +33,7 @@ class SftSettings:
     """The constant length that seq-mean-token-sum-norm divides by."""
     micro_batch_size: int | None = setting(None, at_least(0))
     """Sequences per forward and backward pass; 0 or None: split by token_budget."""
-    token_budget: TokenBudget = setting(None, auto_or(at_least(0)))
+    token_budget: TokenBudget = setting(None, word_or("auto", at_least(0)))
     """Tokens of a pass, rows packed without padding; auto: at most 16384, as fit; None: 16384, or micro_batch_size."""
     optimizer: OptimizerSettings = attrs.field(factory=lambda: OptimizerSettings(lr=1e-5))
     """The optimizer and its learning rate."""

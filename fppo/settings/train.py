@@ -21,7 +21,6 @@ from fppo.fields import (
     above,
     at_least,
     at_most,
-    auto_or,
     below,
     module_function,
     nonempty,
@@ -29,6 +28,7 @@ from fppo.fields import (
     place,
     setting,
     temperature,
+    word_or,
 )
 from fppo.runtime.remote import check_address
 from fppo.settings.component import given, named
@@ -193,7 +193,7 @@ class CheckpointSettings:
 class DigestSettings:
     """Which steps' digests are written, for fppo replay to compare with."""
 
-    every: Literal["auto"] | int = setting("auto", auto_or(at_least(0)))
+    every: Literal["auto"] | int = setting("auto", word_or("auto", at_least(0)))
     """Steps between digests; 0: of steps with a checkpoint only, which always have one; auto: about 1 % of the time."""
 
 
@@ -217,7 +217,7 @@ class LogSettings:
     """Where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, swanlab, or module:function."""
     observers: tuple[str, ...] = setting((), _observers)
     """Functions of your own that see every step, as module:function of a StepRecord; numbers they return are logged."""
-    samples: Literal["all"] | int = setting("all", lambda x: None if x == "all" else at_least(0)(x))
+    samples: Literal["all"] | int = setting("all", word_or("all", at_least(0)))
     """Responses of each step that are kept in the directory samples, token by token: all, or so many."""
     samples_gb: float = setting(1.0, above(0))
     """Most GB (1e9 bytes) of them; beyond, every second step is kept, then every fourth, and so on."""

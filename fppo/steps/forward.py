@@ -371,6 +371,13 @@ def row_lengths(rows: Rows) -> list[int]:
     return rows.attention_mask.sum(1).tolist()
 
 
+def _wide_outputs(forward: Forward, names: Sequence[str]) -> dict[str, int]:
+    """The numbers for each token of the outputs that have more than one."""
+    wide = {"outputs": forward.model.outputs}
+    wide |= {"hidden": models.hidden_width(forward.model)} if "hidden" in names else {}
+    return wide | ({} if forward.top is None else dict.fromkeys(OF_DISTRIBUTIONS[:2], min(forward.top)))
+
+
 @torch.no_grad()
 def compute_outputs(
     params: Params | Whole | OnHost,
@@ -390,9 +397,7 @@ def compute_outputs(
     lm, numbers = forward.model.head == "lm", count()
     routed: dict[int, Tensor] = {}
     names = [x for x in TokenOutputs._fields if (x in outputs or (lm and x == "log_probs")) and x not in OF_ROUTERS]
-    wide = {"outputs": forward.model.outputs}
-    wide |= {"hidden": models.hidden_width(forward.model)} if "hidden" in names else {}
-    wide |= {} if forward.top is None else dict.fromkeys(OF_DISTRIBUTIONS[:2], min(forward.top))
+    wide = _wide_outputs(forward, names)
     sizes = [wide.get(name, 1) for name in names]
     asked = [name for name in outputs if name in OF_ROUTERS]
 

@@ -30,6 +30,7 @@ MINIMAL = {
     "reward": {"functions": ["exact_match"]},
 }
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+MODULES = ("build",)  # of other packages, that a page says how to install
 # not ours to check
 OTHERS = ("git", "mkdocs", "ruff", "pyright", "source", "cd", "tensorboard", "pre-commit", "ray", "npm", "ssh")
 
@@ -39,8 +40,8 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The commands that were understood, by name; what would run them only notes that it was reached."""
     names: list[str] = []
 
-    def reached(module: Any, function: str) -> None:
-        monkeypatch.setattr(module, function, lambda *values, **more: names.append(function) or 0)
+    def reached(module: Any, function: str, result: Any = 0) -> None:
+        monkeypatch.setattr(module, function, lambda *values, **more: names.append(function) or result)
 
     monkeypatch.setattr(places, "place_problems", lambda settings: [])  # of what is not there
     monkeypatch.setattr(places, "remote_problems", lambda settings: [])
@@ -59,7 +60,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     reached(plan, "run")
     reached(checking, "check")
     reached(bias, "run")
-    reached(write, "write_report")
+    reached(write, "write_report", Path("report.html"))
     reached(timeline, "write")
     reached(view, "view")
     reached(env, "show")
@@ -128,7 +129,7 @@ def check_python(words: list[str]) -> None:
         exec(first, {})
     elif words[:1] == ["-m"]:
         in_project = (ROOT / words[1].replace(".", "/")).with_suffix(".py").exists()
-        assert in_project or importlib.util.find_spec(words[1]), f"there is no module {words[1]}"
+        assert in_project or words[1] in MODULES or importlib.util.find_spec(words[1]), f"there is no module {words[1]}"
     else:
         assert (ROOT / words[0]).exists(), f"there is no {words[0]}"
 

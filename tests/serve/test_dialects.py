@@ -16,7 +16,7 @@ from fppo.serve.messages import MessagesForm, messages_request
 from fppo.serve.protocol import chat_request
 from fppo.serve.refusal import Refusal
 from fppo.serve.replies import message_of
-from fppo.serve.responses import ResponseForm, Stored, response_request
+from fppo.serve.responses import ResponseForm, StoredResponse, response_request
 from fppo.serve.service import Bounds, WholeAnswer
 from tests.serve.parrot import Parrot
 from tests.serve.test_answers import CHAT, together
@@ -293,7 +293,7 @@ def test_what_clients_send_back_is_the_same_chat(said):
         items += [*forms[0].whole([whole(turn)])["output"], user]
         blocks += [{"role": "assistant", "content": forms[1].whole([whole(turn)])["content"]}, user]
     expected = chat_request({"messages": messages}).messages
-    assert response_request({"input": items}, Stored()).translated.chat.messages == expected
+    assert response_request({"input": items}, StoredResponse()).translated.chat.messages == expected
     assert messages_request({"messages": blocks}).chat.messages == expected
 
 
@@ -365,7 +365,7 @@ def refusal_of(call, *how):
     ],
 )
 def test_what_responses_cannot_honour_is_refused_by_name(body, named):
-    error = refusal_of(response_request, body, Stored())
+    error = refusal_of(response_request, body, StoredResponse())
     assert error.message.startswith(named)
     assert (error.status, named.startswith(error.param)) == (400, True)
 
@@ -417,11 +417,11 @@ def test_what_messages_cannot_honour_is_refused_by_name(body, named):
 
 
 def test_harmless_parameters_change_nothing():
-    asked = response_request({"input": "a"}, Stored()).translated.chat
+    asked = response_request({"input": "a"}, StoredResponse()).translated.chat
     more = {"metadata": {"a": "b"}, "store": False, "include": ["reasoning.encrypted_content"], "background": False}
     more |= {"text": {"format": {"type": "text"}, "verbosity": "low"}, "truncation": "disabled", "client_metadata": {}}
     more |= {"reasoning": {"summary": "auto", "effort": None}}
-    assert response_request({"input": "a", **more}, Stored()).translated.chat == asked
+    assert response_request({"input": "a", **more}, StoredResponse()).translated.chat == asked
     plain = messages_request(chat("a")).chat
     cached = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
     said = [{"role": "system", "content": "b"}, *chat("a")["messages"]]
@@ -489,7 +489,7 @@ def test_a_response_is_followed_if_it_was_stored():
 
 
 def test_stored_conversations_are_bounded_and_the_least_used_goes_first():
-    stored = Stored(most_bytes=100)
+    stored = StoredResponse(most_bytes=100)
     for name in ("a", "b"):
         stored.add(name, [{"role": "user", "content": name * 10}])
     stored.messages("a")

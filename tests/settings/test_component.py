@@ -234,6 +234,7 @@ def test_every_part_of_the_settings_is_found_by_its_path():
         "algorithm.advantage": "gae",
         "algorithm.correction": "none",
         "actor.loss": "ppo_clip",
+        "actor.distill": "none",
         "actor.optimizer": "adamw",
         "critic.loss": "mse",
         "critic.optimizer": "adamw",

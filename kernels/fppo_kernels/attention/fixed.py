@@ -61,7 +61,7 @@ def key_table(x: Tensor) -> KeyTable:
     return KeyTable(x, tuple(step // width for step in x.stride()[:-1]))
 
 
-class Placed(NamedTuple):
+class PlacedKeys(NamedTuple):
     """Queries and the keys that they see: `places` int64 [6, S] as in `_triton_kernels`, steps between keys and between
     heads of keys, and `seen` uint8, 0 for hidden keys, in which keys are `step` apart. `most` is the largest number of
     queries of a sequence."""
@@ -77,7 +77,7 @@ class Placed(NamedTuple):
     step: int
 
 
-def attend(rule: HeadRule, query: Tensor, placed: Placed, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def attend(rule: HeadRule, query: Tensor, placed: PlacedKeys, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attention [N, Hq, Dv] of queries [N, Hq, D], and the logarithms of the softmax's denominators [N, Hq]."""
     query, key, value = aligned(query), placed.key.rows, placed.value.rows
     (count, heads, _), key_heads, sequences = query.shape, placed.key.rows.shape[1], placed.places.shape[1]
@@ -119,7 +119,7 @@ def _forward(
 ) -> tuple[tuple[Tensor], tuple[Tensor]]:
     keys, values = key_table(key), key_table(value)
     (key_step, key_head), (value_step, value_head) = keys.steps, values.steps
-    placed = Placed(
+    placed = PlacedKeys(
         _places(options, key_step, value_step),
         options.lengths.max_length,
         options.window,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fppo_kernels._fixed import aligned, check_tensors
-from fppo_kernels.attention.fixed import DTYPES, HeadRule, Placed, attend, key_table
+from fppo_kernels.attention.fixed import DTYPES, HeadRule, PlacedKeys, attend, key_table
 from fppo_kernels.shapes import Float
 
 
@@ -39,7 +39,7 @@ def fixed(
     firsts = [rows * table.steps[0] + pads * table.steps[2] for table in tables]
     places = torch.stack([rows, torch.ones_like(rows), *firsts, end - pads, (rows * columns + pads) * step])
     (_, key_head, key_step), (_, value_head, value_step) = (table.steps for table in tables)
-    placed = Placed(
+    placed = PlacedKeys(
         places, 1, end - start, tables[0], (key_step, key_head), tables[1], (value_step, value_head), seen,
         step,
     )  # fmt: skip
