@@ -25,7 +25,7 @@ from fppo.steps.schedules import schedule
 from fppo.steps.supervised import Demonstrations, demonstrations, imitate
 from fppo.steps.train_state import Params
 from fppo_kernels import prebuilt
-from fppo_kernels.table import BUILTIN, Kernels
+from fppo_kernels.table import BUILTIN, Kernels, get
 
 if TYPE_CHECKING:
     from fppo.settings.learning import OptimizerSettings
@@ -162,7 +162,8 @@ def warm_up(
 def warm_up_kernels() -> Kernels:
     """Kernels for a warm-up: those in C++ where they are built in. To compile them would take as long as it does."""
     able = [op for op, each in BUILTIN.items() if "cpp" in each and each["cpp"].refuse() is None]
-    return Kernels.named(**dict.fromkeys(able if isinstance(prebuilt.here(), prebuilt.Build) else [], "cpp"))
+    built_in = isinstance(prebuilt.here(), prebuilt.Build)
+    return attrs.evolve(Kernels.named(), **{op: get(op, "cpp") for op in able if built_in})
 
 
 def warmed_up(

@@ -99,8 +99,8 @@ def level_here() -> str | None:
         known = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
     except OSError:
         return None
-    flags = next((line.partition(":")[2].split() for line in known if line.startswith("flags")), [])
-    return level_of(flags, torch.backends.cpu.get_cpu_capability())
+    flags = next((line.partition(":")[2] for line in known if line.startswith("flags")), "")
+    return level_of(flags.split(), torch.backends.cpu.get_cpu_capability())
 
 
 @functools.cache
