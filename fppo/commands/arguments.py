@@ -76,7 +76,7 @@ class Command:
 
 def printed(rest: Sequence[str]) -> list[str]:
     """The arguments with the file "-", standard output, behind a `--json` that has none."""
-    pairs = zip(rest, [*rest[1:], "--"], strict=True)
+    pairs = zip(rest, [*rest[1:], "--"], strict=False)
     return [x for word, then in pairs for x in ([word, "-"] if word == "--json" and then.startswith("--") else [word])]
 
 
