@@ -181,6 +181,9 @@ class Scored(Rollout):
     baselines: Tensor | None = None  # [B] float32: the score of the greedy response (ReMax)
     outcomes: Tensor | None = None  # [B] float32
     teacher_log_probs: Tensor | None = None  # [B, T] float32, at the sampling temperature
+    teacher_top_ids: Tensor | None = None  # [B, T, K] int32: the teacher's most probable tokens, or all
+    teacher_top_log_probs: Tensor | None = None  # [B, T, K] float32
+    taught: Tensor | None = None  # [B] bool: the rows that the teacher has something to say about; None: all
     process_rewards: Tensor | None = None  # [B, T] float32: the score by steps, at their last tokens; nan elsewhere
 
     @property

@@ -260,6 +260,15 @@ def test_distill(capsys):
     assert all("reverse_kl" in line for line in held_out)
 
 
+@pytest.mark.slow
+def test_sdpo(capsys):
+    module = _load("sdpo")
+    module.main(seeds=2, steps=2, warm_up=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert [lines[0], lines[5]] == ["sdpo", "rloo"]
+    assert lines[1][:5] == lines[6][:5]  # from one start
+
+
 def test_best_of_n_takes_the_first_of_the_best_rows():
     synthetic = _load("custom_loss").synthetic(8, 2, 3, 16, Key(0))
     scores = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.5, 0.0, 0.0, 0.0])

@@ -21,6 +21,13 @@ Estimator = Callable[..., Advantages | Tensor]  # of columns by their names
 AdvantageFn = Callable[[Annotated, Tensor], Advantages]  # of rows and their token rewards [B, T]
 by_token = partial(losses.rollout_correction, level="token")
 
+
+def _taught(rows: Annotated) -> Tensor | None:
+    """A teacher's log-probs; those of the policy itself in rows that it has nothing to say about."""
+    found, taught = rows.teacher_log_probs, rows.taught
+    return found if found is None or taught is None else found.where(taught[:, None], rows.old_log_probs)
+
+
 COLUMNS: dict[str, Callable[[Annotated, Tensor], Any]] = {  # of rows and their token rewards [B, T]
     "rows": lambda rows, rewards: rows,
     "rewards": lambda rows, rewards: rewards,
@@ -34,7 +41,7 @@ COLUMNS: dict[str, Callable[[Annotated, Tensor], Any]] = {  # of rows and their 
     "baselines": lambda rows, rewards: rows.baselines,
     "log_probs": lambda rows, rewards: rows.old_log_probs,
     "rollout_log_probs": lambda rows, rewards: rows.rollout_log_probs,
-    "teacher_log_probs": lambda rows, rewards: rows.teacher_log_probs,
+    "teacher_log_probs": lambda rows, rewards: _taught(rows),
     "sum_squared_probs": lambda rows, rewards: rows.sum_squared_probs,
     "turn_ids": lambda rows, rewards: rows.turn_ids,
 }

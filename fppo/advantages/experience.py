@@ -43,7 +43,8 @@ def estimate(
     penalty, kl, report = _reference_kl(annotated, kl, kl_kind, update_kl)
     if annotated.teacher_log_probs is not None:
         apart = annotated.old_log_probs - annotated.teacher_log_probs
-        report["actor/teacher_kl"] = metrics.masked_mean(apart, mask)
+        taught = mask if annotated.taught is None else mask & annotated.taught[:, None]
+        report["actor/teacher_kl"] = metrics.masked_mean(apart, taught)
     mask = mask & annotated.has_score[:, None]
     rewards = temporal.token_rewards(annotated.scores, mask, turns=annotated.rewards_within, kl=penalty, kl_coef=coef)
     result = of_rows(advantage_fn)(replace(annotated, response_mask=mask), rewards)

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from fppo import data
 from fppo.assembly.adapters import check_export, shape_of
 from fppo.assembly.environments import maker_of
-from fppo.assembly.functions import advantage_of, check_laws, check_own_kernels, optimizer_of, policy_loss
+from fppo.assembly.functions import advantage_of, check_laws, check_own_kernels, distill_term, optimizer_of, policy_loss
 from fppo.assembly.inputs import Check, Inputs, attempt, or_none
 from fppo.assembly.parts import (
     axes_at,
@@ -30,11 +30,12 @@ from fppo.assembly.parts import (
 )
 from fppo.assembly.rewards import check_scorers
 from fppo.assembly.rows import check_ids, check_row_lengths
-from fppo.assembly.teacher import check_teacher
+from fppo.assembly.teacher import check_adapter, check_teacher
 from fppo.assembly.texts import config_of, config_place
 from fppo.assembly.trials import value_problems
 from fppo.data import PromptSet
 from fppo.data.privileged import TEACHER_PROMPT
+from fppo.fields import module_function
 from fppo.models.lengths import positions
 from fppo.models.model import Model
 from fppo.pipeline.checks import Usage
@@ -46,8 +47,11 @@ from fppo.rollout.vllm.vision import check_videos
 from fppo.settings import checks, files
 from fppo.settings.component import parts
 from fppo.settings.learning import OptimizerSettings
+from fppo.settings.model import is_adapter, whole_teachers
 from fppo.settings.modules import kernels_named
 from fppo.settings.train import TrainSettings
+from fppo.steps.outputs import Top
+from fppo.workers.imports import imported
 from fppo_kernels.table import Kernels
 
 Build = Callable[[], Model]
@@ -69,6 +73,11 @@ def _functions(inputs: Inputs, kernels: Kernels) -> Iterator[Check]:
     yield partial(policy_loss, s.actor.loss)
     yield partial(advantage_of, s.algorithm, kernels)
     yield partial(_check_values, s)
+    if s.actor.distill.used:
+        yield partial(distill_term, s.actor.distill, Top(1, 1))
+    for name, path in ((s.data.teacher_function, "data.teacher_prompt"), (s.model.teacher_by, "model.teacher_by")):
+        if name is not None and module_function(name) is None:
+            yield partial(imported, name, path)
     optimizers = {path: part for path, part, _ in parts(s) if path in ("actor.optimizer", "critic.optimizer")}
     for path, part in optimizers.items():
         if isinstance(part, OptimizerSettings) and not part.keywords:  # else its values are checked
@@ -139,10 +148,18 @@ def _places(inputs: Inputs) -> dict[str, tuple[str, str]]:
     used = {
         "critic": (inputs.trains and s.uses_critic_model, section.critic_path, "model.critic_path"),
         "reference": (inputs.trains and s.uses_reference, section.ref_path, "model.ref_path"),
-        "teacher": (s.uses_teacher, section.teacher_path, "model.teacher_path"),
+        "teacher": (s.loads_teacher, section.teacher_path, "model.teacher_path"),
     }
+    if s.loads_teacher:
+        named = whole_teachers(section).items()
+        used |= {f"teacher {name}": (True, path, f"model.teachers.{name}") for name, path in named}
     own = {role: (path, setting) for role, (is_used, path, setting) in used.items() if is_used and path is not None}
     return {"actor": (section.path, "model.path")} | own
+
+
+def is_teacher(role: str) -> bool:
+    """Whether a role is a teacher's, or that of one of several, which their names tell apart."""
+    return role.partition(" ")[0] == "teacher"
 
 
 def _builders(inputs: Inputs) -> Mapping[str, Build]:
@@ -152,7 +169,7 @@ def _builders(inputs: Inputs) -> Mapping[str, Build]:
     built = {"actor": partial(bare_model, section)}
     if inputs.trains and s.algorithm.uses_critic:
         built["critic"] = partial(bare_model, section, s.critic)
-    others = {role: places[role][0] for role in ("reference", "teacher") if role in places}
+    others = {role: path for role, (path, _) in places.items() if role == "reference" or is_teacher(role)}
     return built | {role: partial(bare_model, attrs.evolve(section, path=path)) for role, path in others.items()}
 
 
@@ -162,10 +179,14 @@ def check_models(inputs: Inputs) -> Iterator[Check]:
     section, critic, placement = s.model, s.critic, s.placement
     yield partial(check_scorers, inputs, mesh_at(placement, "reward", mesh))
     configs = {role: config_of(section, config_place(*place)) for role, place in _places(inputs).items()}
-    own = {role: config for role, config in configs.items() if role != "teacher"}
+    own = {role: config for role, config in configs.items() if not is_teacher(role)}
     yield partial(data.check_vocabulary, tokenizer, own, any_text=s.in_turns or critic.privileged > 0)
-    if "teacher" in configs:
-        yield partial(check_teacher, section, tokenizer, configs)
+    places = _places(inputs)
+    for role in filter(is_teacher, configs):
+        yield partial(check_teacher, section, tokenizer, {**configs, "teacher": configs[role]}, places[role])
+    for name, path in section.teachers.items() if s.loads_teacher else ():
+        if is_adapter(path):
+            yield partial(check_adapter, section, tokenizer, (path, f"model.teachers.{name}"))
     if s.rollout.engine == "vllm":
         how = {"tensor_parallel": s.rollout.vllm.tensor_parallel, "alone": section.lora.send == "alone"}
         yield partial(check_family, configs["actor"], **how)
@@ -173,13 +194,16 @@ def check_models(inputs: Inputs) -> Iterator[Check]:
     of_critic = "critic" if "critic" in configs else "actor" if inputs.trains and s.uses_critic_model else None
     of_policy = {"critic": inputs.trains and s.uses_critic_model, "reference": inputs.trains}
     for role in (*configs, *(role for role, used in of_policy.items() if used and role not in configs)):
-        asked = configs.get(role, configs["actor"]), *(mesh_at(placement, role, mesh) if inputs.trains else ("", mesh))
+        asked = (
+            configs.get(role, configs["actor"]),
+            *(mesh_at(placement, role.partition(" ")[0], mesh) if inputs.trains else ("", mesh)),
+        )
         yield partial(check_mesh, *asked)
         if role == "actor" or (role == "critic" and section.lora.of_critic):
             yield partial(check_base, section.lora.base, *asked)
     for role, config in configs.items():
         privileged = critic.privileged if role == of_critic else 0
-        if role == "teacher" and s.data.teacher_prompt is not None:
+        if is_teacher(role) and s.data.teacher_prompt is not None:
             privileged = max(0, s.data.teacher_prompt_tokens - s.data.max_prompt_tokens)
         yield partial(check_length, config, s.data, s.rollout, s.eval, privileged)
         yield partial(check_vision, section, config)
@@ -194,7 +218,7 @@ def _kernel_checks(inputs: Inputs) -> Iterator[Check]:
     names, s = kernels_named(inputs.settings), inputs.settings
     if kernels_need_check(names, compiled=s.model.compile_layers) or s.model.mlp_slice_tokens is not None:
         for role, build in _builders(inputs).items():
-            axes = axes_at(s.placement, role, s.mesh)
+            axes = axes_at(s.placement, role.partition(" ")[0], s.mesh)
             yield lambda build=build, axes=axes: check_kernels(names, build(), axes)
 
 
@@ -210,7 +234,7 @@ def check_rows(inputs: Inputs) -> Iterator[Check]:
         extra = s.critic.privileged if role == "critic" else 0
         for of, response in zip(_prompt_sets(inputs), (trained, evaluated if role == "actor" else None), strict=True):
             if of is not None and response is not None:
-                longest = _longest(of, taught=role == "teacher") + extra
+                longest = _longest(of, taught=is_teacher(role)) + extra
                 yield partial(_check_row, inputs, place, longest, response)
 
 

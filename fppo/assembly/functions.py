@@ -19,11 +19,18 @@ from fppo.rewards.resolve import combine
 from fppo.runtime.offload import Lane, offloaded_adamw
 from fppo.settings import files
 from fppo.settings.component import Component, bound, takes
-from fppo.settings.learning import AdvantageSettings, AlgorithmSettings, LossSettings, OptimizerSettings
+from fppo.settings.learning import (
+    AdvantageSettings,
+    AlgorithmSettings,
+    DistillSettings,
+    LossSettings,
+    OptimizerSettings,
+)
 from fppo.settings.reward import RewardSettings
-from fppo.settings.tables import CORRECTIONS, CURRICULA, ESTIMATORS, OPTIMIZERS, POLICY_LOSSES, VALUE_HEADS
-from fppo.steps.actor import LossFn, SelectiveLoss
+from fppo.settings.tables import CORRECTIONS, CURRICULA, DIVERGENCES, ESTIMATORS, OPTIMIZERS, POLICY_LOSSES, VALUE_HEADS
+from fppo.steps.actor import DistillTerm, LossFn, SelectiveLoss
 from fppo.steps.optimizers import Optimizer, kept_on_host
+from fppo.steps.outputs import Top
 from fppo.steps.schedules import Schedule, schedule
 from fppo_kernels.adamw import adamw_
 from fppo_kernels.table import Kernels
@@ -39,6 +46,15 @@ def policy_loss(part: Component) -> LossFn | SelectiveLoss:
     """
     functions = bound(part, POLICY_LOSSES, "actor.loss")
     return functions[0] if len(functions) == 1 else SelectiveLoss(*functions)
+
+
+def distill_term(part: DistillSettings, top: Top | None) -> DistillTerm | None:
+    """The divergence from a teacher's distributions over these tokens; None where there are none. Raises ValueError for
+    a function of the user's that does not import."""
+    if top is None:
+        return None
+    (divergence,) = bound(part, DIVERGENCES, "actor.distill")
+    return DistillTerm(divergence=divergence, coef=part.coef, whole=top.whole)
 
 
 def value_head_of(part: Component) -> ValueHead:

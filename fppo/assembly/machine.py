@@ -15,7 +15,7 @@ from fppo.models import flops
 from fppo.models.model import Model
 from fppo.settings import resolve
 from fppo.settings.learning import ActorSettings
-from fppo.settings.model import ModelSettings
+from fppo.settings.model import ModelSettings, whole_teachers
 from fppo.settings.resolve import Machine
 from fppo.settings.rollout import RolloutSettings
 from fppo.settings.train import DataSettings, TrainSettings
@@ -41,7 +41,8 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
     paths = {"reward.model.path": settings.reward.model.path}
     paths["model.critic_path"] = section.critic_path if settings.algorithm.uses_critic else None
     paths["model.ref_path"] = section.ref_path if settings.uses_reference else None
-    paths["model.teacher_path"] = section.teacher_path if settings.uses_teacher else None
+    paths["model.teacher_path"] = section.teacher_path if settings.loads_teacher else None
+    paths |= {f"model.teachers.{name}": path for name, path in whole_teachers(section).items()}
     policies = [*_built(section, {"model.path": section.path})]  # one, or none where there is no model
     if kind.type not in ("cpu", "cuda"):
         return resolve.resolved(settings, Machine(device=kind.type))

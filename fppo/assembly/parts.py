@@ -150,9 +150,10 @@ def load_reference(
     return _as_set(model, section), params
 
 
-def load_teacher(section: ModelSettings, mesh: Mesh) -> tuple[Model, Params]:
-    """The teacher, a model of its own, and this rank's part of its parameters."""
-    directory = directory_of(section.teacher_path or "", "model.teacher_path")
+def load_teacher(section: ModelSettings, mesh: Mesh, place: tuple[str, str]) -> tuple[Model, Params]:
+    """A teacher, a model of its own, and this rank's part of its parameters. `place` is its path, and the setting that
+    gives it."""
+    directory = directory_of(*place)
     model, params = _loader(section, mesh)(directory, dtype=getattr(torch, section.teacher_dtype))
     return _as_set(model, section), params
 

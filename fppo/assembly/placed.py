@@ -47,7 +47,7 @@ class Placed:
     def of(roles: Roles, device: torch.device) -> Placed | None:
         """The fields of a run's state whose roles are on groups; None without any. Their ranks work on `device`."""
         parts: dict[str, _Part] = {}
-        for field, name in (("actor", "actor"), ("critic", "critic"), ("ref", "reference")):
+        for field, name in (("actor", "actor"), ("critic", "critic"), ("ref", "reference"), ("teacher", "actor")):
             role: Any = getattr(roles, name)
             if role is not None and isinstance((group := roles.at[name]), Group):
                 parts[field] = _Part(group, role.model)

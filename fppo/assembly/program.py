@@ -15,8 +15,10 @@ from fppo.assembly.inputs import Inputs
 from fppo.assembly.learning import watch_of
 from fppo.assembly.rewards import Scoring
 from fppo.assembly.roles import Roles
+from fppo.assembly.teacher import by_policy
 from fppo.models.model import Model
 from fppo.pipeline.draw import SampleGroups, SampleSaved, Saving, equal_groups, truncated
+from fppo.pipeline.feedback import untaught
 from fppo.pipeline.gap import WatchAnnotate
 from fppo.pipeline.passes import Passes
 from fppo.pipeline.pretrain import Pretrain, plain_returns
@@ -29,8 +31,8 @@ from fppo.runtime.mesh import is_first
 from fppo.settings.component import value_of
 from fppo.settings.learning import AlgorithmSettings, CriticSettings
 from fppo.settings.resolve import old_log_probs_source
-from fppo.settings.rollout import RolloutSettings
 from fppo.settings.tables import ESTIMATORS
+from fppo.settings.train import TrainSettings
 
 ROLLOUTS = "rollouts"  # directory of saved rollouts, within the run's
 
@@ -52,7 +54,7 @@ def program_of(
     critic, algorithm, rollout, runner = settings.critic, settings.algorithm, settings.rollout, scored.scoring.runner
     advantage_fn = inputs.advantage({term.name: term.weight for term in runner.terms})
     correct = loss_correction(algorithm.correction, settings.actor.loss)
-    estimate = _estimate(advantage_fn, algorithm, rollout, correct)
+    estimate = _estimate(advantage_fn, settings, correct)
     program = wire(
         rollout=RollOut(
             engine=scored.engine,
@@ -72,6 +74,7 @@ def program_of(
     )
     directory = Path(settings.output_dir) / ROLLOUTS if rollout.save and is_first(inputs.mesh) else None
     annotate, watch = program.annotate, watch_of(rollout, settings.model.compute_dtype)
+    annotate = by_policy(settings, inputs.tokenizer, annotate, passes.policy)
     return attrs.evolve(
         program,
         annotate=annotate if watch is None else WatchAnnotate(stage=annotate, limit=watch[0], then=watch[1]),
@@ -81,17 +84,19 @@ def program_of(
         pretrain=pretrain_of(critic, algorithm),
         steps=settings.steps,
         freeze_critic=critic.freeze,
+        follow=roles.follow(settings.model.teacher_decay),
         hold=roles.hold(),
         bring=scored.alone.bring if isinstance(scored.alone, EnginePool) else program.bring,
         interrupts=rollout.interrupt > 0,
     )
 
 
-def _estimate(
-    advantage_fn: AdvantageFn, algorithm: AlgorithmSettings, rollout: RolloutSettings, correct: Correct | None
-) -> Estimate:
+def _estimate(advantage_fn: AdvantageFn, settings: TrainSettings, correct: Correct | None) -> Estimate:
+    algorithm, rollout = settings.algorithm, settings.rollout
     dropped, kl = rollout.filter, algorithm.kl
     groups = [partial(equal_groups, by=dropped.by)] if dropped.groups else []
+    of_reward = value_of(algorithm.advantage, ESTIMATORS, "score_coef") or not algorithm.reads("teacher_log_probs")
+    groups += [untaught] if settings.data.teacher_function is not None and not of_reward else []
     return Estimate(
         advantage_fn=advantage_fn,
         max_tokens=rollout.max_tokens,

@@ -27,7 +27,7 @@ from fppo.assembly.parts import (
     offload_of,
     on_device,
 )
-from fppo.assembly.teacher import teacher_on
+from fppo.assembly.teacher import prompt_of_teacher, teacher_on
 from fppo.assembly.texts import (
     directory_of,
     ends_of,
@@ -38,8 +38,9 @@ from fppo.fields import only
 from fppo.fleet import LOCAL_GROUP, AnyGroup, Here, LocalGroup, on
 from fppo.key import Key
 from fppo.models.model import Model, Params
+from fppo.pipeline.feedback import Prompt
 from fppo.pipeline.stages import ScoreFn
-from fppo.pipeline.teacher import ScoreByTeacher, TeacherFn
+from fppo.pipeline.teacher import ScoreByTeacher, TeacherFn, as_drawn
 from fppo.rewards.distributed import SpreadRewardRunner
 from fppo.rewards.early import EarlyRewardRunner
 from fppo.rewards.functions import RewardFn, WeightedSum, tensor_reward
@@ -68,12 +69,14 @@ class Scoring:
     score: ScoreFn  # by rewards
     teacher: TeacherFn | None = None
     alone: bool = False  # whether the teacher gives the only score
+    prompt: Prompt = as_drawn  # of the teacher
 
     def at(self, temperature: float) -> ScoreFn:
         """The scoring stage, with the teacher if there is one, for responses sampled at this temperature."""
         if self.teacher is None:
             return self.score
-        return ScoreByTeacher(score=self.score, teacher=self.teacher, temperature=temperature, alone=self.alone)
+        how = {"temperature": temperature, "alone": self.alone, "prompt": self.prompt}
+        return ScoreByTeacher(score=self.score, teacher=self.teacher, **how)
 
 
 @contextlib.contextmanager
@@ -85,7 +88,7 @@ def scoring(
     settings, tokenizer, here = inputs.settings, inputs.tokenizer, Here(mesh, device)
     section, environment = settings.reward, environment_terms(settings.rollout.environment)
     scorer = reward_model_on(groups.get("reward", LOCAL_GROUP), here, inputs)
-    teacher = teacher_on(groups.get("teacher", LOCAL_GROUP), here, inputs) if settings.uses_teacher else None
+    teacher = teacher_on(groups.get("teacher", LOCAL_GROUP), here, inputs) if settings.loads_teacher else None
     with (
         judge_of(here, inputs) as judge,
         rewards.RewardRunner(
@@ -105,7 +108,8 @@ def scoring(
     ):
         reward = SpreadRewardRunner(early, mesh, device)
         score = partial(rewards.score, reward=reward, tokenizer=tokenizer, failure_score=section.failure_score)
-        yield Scoring(runner=early, score=score, teacher=teacher, alone=not settings.has_reward)
+        prompt = as_drawn if teacher is None else prompt_of_teacher(settings.data, tokenizer)
+        yield Scoring(runner=early, score=score, teacher=teacher, alone=not settings.has_reward, prompt=prompt)
 
 
 def check_scorers(inputs: Inputs, pool: tuple[str, Mesh]) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fppo import devices, tree
 from fppo.assembly.adapters import adapted_critic, base_of_role, load_policy
-from fppo.assembly.functions import policy_loss, value_head_of
+from fppo.assembly.functions import distill_term, policy_loss, value_head_of
 from fppo.assembly.learning import Learning, learning_of, update_watch
 from fppo.assembly.parts import (
     Offload,
@@ -47,6 +47,7 @@ from fppo.pipeline.passes import (
     balance_of,
 )
 from fppo.pipeline.program import Base, Together, UpdateStage, in_turn
+from fppo.pipeline.teacher import follow
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import Lane, OnHost, to_host
 from fppo.settings.learning import ActorSettings, CriticSettings
@@ -59,7 +60,7 @@ from fppo.steps.confidence import UpdateConfidence, confidence_values
 from fppo.steps.critic import UpdateCritic, as_it_is
 from fppo.steps.hidden import UpdateHidden, hidden_values
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.outputs import Forward
+from fppo.steps.outputs import Forward, Top
 from fppo.steps.popart import UpdatePopart
 from fppo.steps.recorded import Recorder, graphs, records
 from fppo.steps.train_state import Scale, TrainState
@@ -79,12 +80,14 @@ class PassOptions:
     micro_batching: MicroBatching  # of passes without a gradient
     temperature: float
     replay: RouterReplay
+    top: Top | None = None  # the tokens of a teacher's distributions
 
     def forward(self, here: Here, kernels: Kernels, model: Model) -> Forward:
         """A model bound to kernels and its mesh. Recorded passes share prompts only if settings insist."""
         recorded = self.record(here, model) is not None
         share = False if self.share_prompts == "auto" and recorded else self.share_prompts
-        return Forward(model, kernels, here.mesh, remove_padding=self.remove_padding, share_prompts=share)
+        how = {"remove_padding": self.remove_padding, "share_prompts": share, "top": self.top}
+        return Forward(model, kernels, here.mesh, **how)
 
     def record(self, here: Here, model: Model) -> Recorder | None:
         """The recorder of a model's passes as CUDA graphs; None without a GPU, if the settings do not want graphs, or
@@ -169,6 +172,7 @@ def make_actor(
         terms=terms,
         old_log_probs=old_log_probs,
         record=record,
+        distill=distill_term(section.distill, passes.top),
     )
     stage = learning.measured(update, forward, tools.lane)
     return Actor(
@@ -300,6 +304,10 @@ class Roles:
         of = partial(base_of_role, section)
         return {role: self._on(role, of, "base")(role, model) for role, model in models.items()}
 
+    def follow(self, decay: float | None) -> Callable[[Params, Params], Params]:
+        """A function that moves an average of the policy's past, on the actor's group."""
+        return self._on("actor", partial(follow, decay=1.0 if decay is None else decay), "follow", stays=True)
+
     def hold(self) -> Callable[[Params], Params]:
         """A function that copies the policy's parameters on the actor's group."""
         return self._on("actor", tree.copy, "hold", stays=True)
@@ -322,6 +330,7 @@ def make_roles(
     at = {role: groups.get(role, local) for role in ("actor", "critic")}
     at["reference"] = groups.get("reference", at["actor"])
     passes = _pass_options(model, actor, settings.rollout.temperature, algorithm.router_replay)
+    passes = attrs.evolve(passes, top=top_of(settings))
 
     def make(role: str, fn: Callable[..., Any], *args: Any) -> Any:
         group, own = at[role], tools
@@ -365,6 +374,14 @@ def _pass_options(
         temperature=temperature,
         replay=replay,
     )
+
+
+def top_of(settings: TrainSettings) -> Top | None:
+    """The tokens of a teacher's distributions that a run reads, of those that the policy may sample; None if none."""
+    if not settings.actor.distill.used:
+        return None
+    count = vocabulary_size_of(settings.model)
+    return Top(settings.actor.distill.top or count, count)
 
 
 def fetch_of(offload: Offload, lane: Lane) -> Fetch:

@@ -50,16 +50,16 @@ def load_prompts(
     problems = data.Problems()
     rows = read_data(section, problems)
     encode = partial(data.encode_rows, rows, tokenizer, pad_token=section.pad_token, chat=chat_options(section))
-    check_fields(rows, {"data.teacher_prompt": section.teacher_prompt}, problems)
+    check_fields(rows, {"data.teacher_prompt": section.teacher_field}, problems)
     own = only(section, "max_prompt_tokens", "over_long")
     prompts = encode(fields=section.fields, images=images, problems=problems, **own)
-    if section.teacher_prompt is None:
+    if section.teacher_field is None:
         return prompts
-    fields = attrs.evolve(section.fields, prompt=section.teacher_prompt)
+    fields = attrs.evolve(section.fields, prompt=section.teacher_field)
     try:
         taught = encode(fields=fields, max_prompt_tokens=section.teacher_prompt_tokens)
     except ValueError as error:
-        raise ValueError(f"data.teacher_prompt = {section.teacher_prompt!r}: {error}") from error
+        raise ValueError(f"data.teacher_prompt = {section.teacher_field!r}: {error}") from error
     tokens = dict(zip(taught.ids, taught.tokens, strict=True))
     extras = ({**extra, TEACHER_PROMPT: [*tokens[i]]} for i, extra in zip(prompts.ids, prompts.extras, strict=True))
     return attrs.evolve(prompts, extras=tuple(extras))

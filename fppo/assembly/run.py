@@ -149,7 +149,7 @@ def assemble(
     shown = sharing_lines(section, rollout.n, sharing_hindrances(settings), model, inputs.kernels)
     shown += optimizer_lines("actor", settings.actor.optimizer, model)
     shown += optimizer_lines("critic", settings.critic.optimizer, critic_model)
-    announce(model_lines(model, section.path, [*roles.others, *["teacher"] * settings.uses_teacher]) + shown)
+    announce(model_lines(model, section.path, [*roles.others, *["teacher"] * settings.loads_teacher]) + shown)
     run = _fresh(inputs, roles)
     options = engine_options(rollout, section, routed=settings.algorithm.routed, held_out=settings.has_held_out)
     load = partial(policy_model, section, settings.critic, key)
@@ -190,11 +190,12 @@ def _scored(
 
 def _fresh(inputs: Inputs, roles: Roles) -> RunState:
     """The run before its first step."""
-    s = inputs.settings
+    s, hold = inputs.settings, roles.hold()
     return RunState(
         actor=roles.actor.state,
         critic=roles.critic and roles.critic.state,
         ref=roles.reference and roles.reference.params,
+        teacher=hold(roles.actor.state.params) if s.averages_policy else None,
         kl=KLState(coef=s.algorithm.kl.coef),
         key=Key(s.seed),
         cursor=inputs.drawing.begin,
@@ -303,6 +304,8 @@ def _shapes(run: RunState, roles: Roles) -> dict[str, torch.Size | Extent]:
             shapes |= {f".{role}{path}": extent for path, extent in whole_shapes(state, part.model.extents).items()}
     if roles.reference is not None and isinstance(model := roles.reference.model, Model):
         shapes |= {f".ref[{name!r}]": extent for name, extent in model.extents.items()}
+    if run.teacher is not None and isinstance(model := roles.actor.model, Model):
+        shapes |= {f".teacher[{name!r}]": extent for name, extent in model.extents.items()}
     return shapes
 
 

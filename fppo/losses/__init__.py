@@ -13,6 +13,7 @@ from fppo.losses.correction import (
     off_policy_metrics,
     rollout_correction,
 )
+from fppo.losses.divergences import forward_kl, jensen_shannon, reverse_kl, with_tail
 from fppo.losses.kl import KL_KINDS, REWARD_KINDS, KLState, kl_estimate, kl_term, sequence_kl, update_kl
 from fppo.losses.policy import cispo, dppo_kl, dppo_tv, dro, gmpo, gpg, gspo, ppo_clip, sapo, vespo
 from fppo.losses.selection import clip_cov, kl_cov, select_clip_cov, select_entropy, select_kl_cov
@@ -34,11 +35,13 @@ from fppo.losses.value import (
 )
 from fppo.losses.weights import MODES, Totals, count_totals, loss_weights, positive_weights
 
+DIVERGENCES = {fn.__name__: fn for fn in (reverse_kl, forward_kl, jensen_shannon)}
 POLICY_LOSSES = {  # by name: those that need no selection of tokens
     fn.__name__: fn for fn in (ppo_clip, gspo, sapo, gpg, cispo, gmpo, dppo_tv, dppo_kl, dro, vespo)
 }
 
 __all__ = [
+    "DIVERGENCES",
     "KL_KINDS",
     "LEVELS",
     "MODES",
@@ -56,6 +59,7 @@ __all__ = [
     "dppo_kl",
     "dppo_tv",
     "dro",
+    "forward_kl",
     "geometric_mean",
     "gmpo",
     "gpg",
@@ -64,6 +68,7 @@ __all__ = [
     "hl_gauss_head",
     "huber_head",
     "huber_value_loss",
+    "jensen_shannon",
     "kl_cov",
     "kl_estimate",
     "kl_term",
@@ -76,6 +81,7 @@ __all__ = [
     "ppo_clip",
     "quantile_head",
     "quantile_loss",
+    "reverse_kl",
     "rollout_correction",
     "sapo",
     "select_clip_cov",
@@ -87,4 +93,5 @@ __all__ = [
     "update_kl",
     "value_loss",
     "vespo",
+    "with_tail",
 ]

@@ -7,14 +7,15 @@ In: a `RunState` and a `Program` of stages: sample, score, annotate, estimate, u
 
 from fppo.advantages.columns import OfRows
 from fppo.pipeline.evaluate import evaluate
+from fppo.pipeline.feedback import PromptByFeedback, ScoredGroup, ScoredResponse
 from fppo.pipeline.passes import Passes, PolicyPass, ValuePass, local_passes
 from fppo.pipeline.program import Draw, Program, RunState, SampleBatch, in_turn
 from fppo.pipeline.stages import Annotate, Estimate, RollOut, Score, ScoreWithGreedy, turn_metrics
 from fppo.pipeline.step import ppo_step
-from fppo.pipeline.teacher import ScoreByTeacher, TeacherPass
+from fppo.pipeline.teacher import ScoreByTeacher, TeachByPolicy, TeacherPass, follow
 from fppo.pipeline.train import Evaluation, StepRecord, iterate, train
 from fppo.pipeline.waiting import Waiting
-from fppo.pipeline.wiring import Pieces, pieces, with_teacher
+from fppo.pipeline.wiring import Pieces, pieces, self_taught, with_teacher
 
 __all__ = [
     "Annotate",
@@ -26,22 +27,28 @@ __all__ = [
     "Pieces",
     "PolicyPass",
     "Program",
+    "PromptByFeedback",
     "RollOut",
     "RunState",
     "SampleBatch",
     "Score",
     "ScoreByTeacher",
     "ScoreWithGreedy",
+    "ScoredGroup",
+    "ScoredResponse",
     "StepRecord",
+    "TeachByPolicy",
     "TeacherPass",
     "ValuePass",
     "Waiting",
     "evaluate",
+    "follow",
     "in_turn",
     "iterate",
     "local_passes",
     "pieces",
     "ppo_step",
+    "self_taught",
     "train",
     "turn_metrics",
     "with_teacher",

@@ -39,6 +39,7 @@ class RunState:
     key: Key
     critic: TrainState | None = None
     ref: Params | None = None
+    teacher: Params | None = None  # an average of the policy's past, which teaches it: see teacher.TeachByPolicy
     kl: KLState = attrs.field(factory=lambda: KLState(coef=0.0))
     cursor: DataCursor = attrs.field(factory=DataCursor)
     step: int = 0
@@ -141,6 +142,12 @@ class SampleBatch:
         return scored, cursor, metrics.merge(report, learned)
 
 
+def stay(teacher: Params, params: Params) -> Params:
+    """Leave the teacher as it is."""
+    del params
+    return teacher
+
+
 def _nothing(params: Params) -> None:
     del params
 
@@ -164,6 +171,7 @@ class Program:
     pretrain: Pretrain | None = None  # instead of that number, as long as it helps
     steps: int | None = None  # of the whole run, for states with a clock (`steps.clock`)
     freeze_critic: bool = False  # from the policy's first update on
+    follow: Callable[[Params, Params], Params] = stay  # (RunState.teacher, the updated policy) -> the next teacher
     together: Together | None = None  # how the updates of actor and critic run; None: one after the other
     hold: Callable[[Params], Params] = copy  # copies a policy to sample from, since its memory is given up
     bring: Callable[[Params], None] = _nothing  # sends the copy to where it is sampled from

@@ -75,7 +75,10 @@ def ppo_step(
             done[role] = do()
     before = {"critic": run.critic, "actor": run.actor}
     critic, actor = (_untimed(done[role][0]) if role in done else state for role, state in before.items())
-    after = replace(run, actor=actor, critic=critic, kl=kl, pretraining=progress)
+    teacher = run.teacher
+    if teacher is not None and "actor" in done:
+        teacher = program.follow(teacher, actor.params)
+    after = replace(run, actor=actor, critic=critic, teacher=teacher, kl=kl, pretraining=progress)
     after = replace(after, cursor=cursor, step=run.step + 1, ahead=run.ahead[1:])
     for role, (state, _) in updates.items():
         if role in done and state is not None:
@@ -141,7 +144,7 @@ def _not_finite(params: Params) -> list[str]:
 
 def _all_here(run: RunState) -> bool:
     """True if all parameters live in this process."""
-    trees = (run.actor.params, run.critic and run.critic.params, run.ref)
+    trees = (run.actor.params, run.critic and run.critic.params, run.ref, run.teacher)
     return all(isinstance(x, Tensor) for params in trees for x in (params or {}).values())
 
 

@@ -12,19 +12,21 @@ from fppo.advantages.columns import Estimator, name_of, reads, whitens
 from fppo.data import PromptSet
 from fppo.key import Key
 from fppo.models.model import Model, Params
+from fppo.pipeline.feedback import Prompt, untaught
 from fppo.pipeline.passes import Passes, PolicyPass, RouterReplay, local_passes
 from fppo.pipeline.program import Draw, Program, RunState, Together, UpdateStage, in_turn
 from fppo.pipeline.stages import Annotate, Estimate, RollOut, Score, ScoreFn, ScoreWithGreedy
-from fppo.pipeline.teacher import ScoreByTeacher, TeacherPass
+from fppo.pipeline.teacher import LOG_PROBS, TOP, ScoreByTeacher, TeachByPolicy, TeacherPass, follow
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Sampling
-from fppo.steps.actor import OldLogProbs, PolicyTerms, UpdateActor
+from fppo.steps.actor import DistillTerm, OldLogProbs, PolicyTerms, UpdateActor
 from fppo.steps.critic import UpdateCritic
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import Optimizer
-from fppo.steps.outputs import Forward
+from fppo.steps.outputs import Forward, Top
 from fppo.steps.train_state import init_state
+from fppo.tree import copy, replace
 
 
 @attrs.frozen(kw_only=True)
@@ -117,6 +119,37 @@ def with_teacher(own: Pieces, teacher: tuple[Model, Params], *, micro_batching: 
     assert isinstance(stage, (Score, ScoreWithGreedy))  # `wire` makes no other
     program = attrs.evolve(own.program, score=attrs.evolve(stage, score=score))
     return attrs.evolve(own, score=score, program=program)
+
+
+def self_taught(
+    own: Pieces, prompt: Prompt, *, decay: float = 0.0, distill: DistillTerm | None = None, top: Top | None = None
+) -> Pieces:
+    """Make the policy its own teacher, behind prompts that `prompt` gives by the scores (`PromptByFeedback`).
+
+    `decay` is what each step keeps of the average of the policy's past that teaches (`follow`); 0: the policy as it is,
+    1: as it was at the start. With `distill` the loss has that term, of the tokens `top`; else an estimator such as
+    `advantages.reverse_kl` learns from the teacher's log-probs. Rows without a prompt are left out if the estimator
+    reads a teacher's log-probs. Raises ValueError for one of `distill` and `top` without the other.
+    """
+    if (distill is None) != (top is None):
+        raise ValueError("distill and top belong together: give a DistillTerm and the tokens that it is of, or neither")
+    program, stage = own.program, own.program.annotate
+    assert isinstance(stage, Annotate)  # `wire` makes no other
+    policy: Any = stage.passes.policy
+    policy = attrs.evolve(policy, forward=attrs.evolve(policy.forward, top=top))
+    how = {"prompt": prompt, "view": data.with_teacher_prompt, "outputs": LOG_PROBS if top is None else TOP}
+    estimate: Any = program.estimate
+    if reads(estimate.advantage_fn, "teacher_log_probs"):
+        estimate = attrs.evolve(estimate, drop=[*estimate.drop, untaught])
+    program = attrs.evolve(
+        program,
+        annotate=TeachByPolicy(stage=stage, policy=policy, **how),
+        estimate=estimate,
+        update_actor=attrs.evolve(program.update_actor, distill=distill),
+        follow=partial(follow, decay=decay),
+    )
+    run = own.run if decay == 0 else replace(own.run, teacher=copy(own.run.actor.params))
+    return attrs.evolve(own, program=program, run=run)
 
 
 def wire(

@@ -187,7 +187,11 @@ def _training(exported: Exported, records: Sequence[Mapping[str, Any]]) -> list[
         ("base", _base(exported)),
         ("data", data),
         ("rewards", ", ".join(s.reward.functions) or ("a reward model or a judge" if s.has_reward else "none")),
-        *([("teacher", _named(s.model.teacher_path or ""))] if s.uses_teacher else []),
+        *(
+            [("teacher", ", ".join(map(_named, s.model.teachers.values())) or _named(s.model.teacher_path or ""))]
+            if s.loads_teacher
+            else []
+        ),
         ("advantages", s.algorithm.advantage.name),
         ("policy loss", s.actor.loss.name),
         ("KL", kl.removesuffix(", ") or "none"),

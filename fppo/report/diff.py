@@ -31,7 +31,7 @@ _MAKERS: Mapping[str, str] = MappingProxyType(  # the stage that makes each fiel
     }
     | {field.name: _DRAWN for field in attrs.fields(Prompts) if field.name not in ("tokens", "attention_mask")}
     | {"ref_log_probs": "ref", "values": "values", "kl": "adv", "cursor": _DRAWN, "ahead": "gen"}
-    | {"actor": "update_actor", "critic": "update_critic"}
+    | {"actor": "update_actor", "critic": "update_critic", "teacher": "update_actor"}
 )
 
 

@@ -29,13 +29,14 @@ class Failure(NamedTuple):
 
 class RewardResults(NamedTuple):
     """The results of a reward's functions for a list of samples: scores, further named numbers, extracted answers,
-    failures, and steps; one entry per sample in every list but that of failures."""
+    failures, steps, and feedback; one entry per sample in every list but that of failures."""
 
     scores: dict[str, list[float]]  # by term; nan where it failed
     named: dict[str, list[float]]  # the terms' further numbers; nan where it failed
     answers: list[str | None]
     failures: tuple[Failure, ...]
     steps: dict[str, list[StepRewards | None]]  # by term, of those that gave steps
+    feedback: list[dict[str, str]]  # by term, of those that said something
 
 
 class Runner(Protocol):
@@ -105,6 +106,7 @@ def results_of(
     answers: list[str | None] = [None] * len(samples)
     failures: list[Failure] = []
     steps: dict[str, list[StepRewards | None]] = {}
+    feedback: list[dict[str, str]] = [{} for _ in samples]
     for term in terms:
         if term.kind == "tensor":
             continue
@@ -116,12 +118,14 @@ def results_of(
         if any(outcome.steps is not None for outcome in column):
             steps[term.name] = [outcome.steps for outcome in column]
         answers = [a if o.answer is None else o.answer for a, o in zip(answers, column, strict=True)]
+        for said, outcome in zip(feedback, column, strict=True):
+            said |= {} if outcome.feedback is None else {term.name: outcome.feedback}
         failures += [
             Failure(term.name, number, o.kind, o.text)
             for number, o in enumerate(column)
             if o.kind in ("error", "timeout")
         ]
-    return RewardResults(scores, named, answers, tuple(failures), steps)
+    return RewardResults(scores, named, answers, tuple(failures), steps, feedback)
 
 
 def _check(name: str, outcomes: Sequence[Outcome], samples: Sequence[Sample]) -> None:

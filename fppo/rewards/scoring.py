@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fppo.metrics import Metrics
 
 EXTRACTED = "extracted_answer"  # the key of a reward's extracted answer in extras
+SAID = "reward_feedback"  # the key of what rewards said about a response in extras, texts by the reward's name
 
 
 def score(
@@ -27,8 +28,8 @@ def score(
 
     `named_scores` holds every term, unweighted, and further numbers returned by functions: by their own names if the
     reward is one function, else as "term/name". Answers returned by functions go to `extras` as "extracted_answer", for
-    each sample that of the last function that returns one. `outcomes` are the sums without the terms marked by
-    `shaping_reward`, if there are any.
+    each sample that of the last function that returns one; what functions say ("feedback") goes there by their names as
+    "reward_feedback". `outcomes` are the sums without the terms marked by `shaping_reward`, if there are any.
 
     If a function rewards steps, `process_rewards` hold the weighted sum token by token (`steps.process_rewards`); the
     score of a term is the sum of its steps.
@@ -67,6 +68,8 @@ def score(
     if any(answer is not None for answer in results.answers):
         pairs = zip(extras, results.answers, strict=True)
         extras = batch.Column({**extra, EXTRACTED: answer} for extra, answer in pairs)
+    if any(results.feedback):
+        extras = batch.Column({**extra, SAID: said} for extra, said in zip(extras, results.feedback, strict=True))
     columns = {"scores": total.float(), "named_scores": named, "outcomes": outcomes}
     if any(term.weight and term.name in steps for term in reward.terms):
         columns["process_rewards"] = process_rewards(reward.terms, scores, steps, rollout)

@@ -189,6 +189,9 @@ def widened(record: R, prompt: int, response: int, pad_token_id: int) -> R:
     others = ("token_versions", "turn_rewards", "teacher_log_probs")  # the last of scored rows alone
     per_token += [name for name in others if getattr(record, name, None) is not None]
     padded = {name: F.pad(getattr(record, name), (0, right)) for name in per_token}
+    of_teacher = ("teacher_top_ids", "teacher_top_log_probs")
+    wide = [name for name in of_teacher if getattr(record, name, None) is not None]
+    padded |= {name: F.pad(getattr(record, name), (0, 0, 0, right)) for name in wide}
     steps = getattr(record, "process_rewards", None)  # of scored rows, too
     if steps is not None:
         padded["process_rewards"] = F.pad(steps, (0, right), value=torch.nan)

@@ -61,7 +61,7 @@ def held(run: RunState, frozen: Sequence[Any], device: torch.device) -> StateByt
     params = {role: state.params for role, state in trained.items() if state is not None}
     moments = [x for state in trained.values() if state is not None for x in tree.tensors(state.opt) if x.dim()]
     return StateBytes(
-        parameters=_bytes(tree.tensors([params, run.ref, *frozen]), device),
+        parameters=_bytes(tree.tensors([params, run.ref, run.teacher, *frozen]), device),
         moments=_bytes(moments, device),
         gradients={f"update_{role}": _bytes(tree.tensors(each), device) for role, each in params.items()},
     )

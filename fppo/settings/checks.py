@@ -14,6 +14,7 @@ from fppo.settings.checks_places import mesh_rules, placement_problems
 from fppo.settings.checks_rollout import rollout_problems
 from fppo.settings.checks_sft import pass_problems, rate_problems
 from fppo.settings.component import part_problems, signature_of, value_of
+from fppo.settings.model import is_endpoint
 from fppo.settings.resolve import hindrances, passes_before_update, sharing_hindrances
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS, VALUE_HEADS
 from fppo.settings.train import TrainSettings
@@ -109,18 +110,34 @@ def _teacher(s: TrainSettings) -> Problems:
     names = ["model.teacher_path", "model.teacher_dtype", "model.teacher_offload"]
     if s.data.teacher_prompt is None:
         yield from unread_problems(s, ["data.teacher_prompt_tokens"], "data.teacher_prompt")
+    yield from _several(s)
+    if not s.actor.distill.used:
+        yield from unread_problems(s, ["actor.distill.coef", "actor.distill.top"], "actor.distill.name")
     if not s.uses_teacher:
-        yield from unread_problems(s, [*names, "data.teacher_prompt"], 'algorithm.advantage = "distill"')
+        readers = 'algorithm.advantage = "distill", or actor.distill'
+        yield from unread_problems(s, [*names, "model.teachers", "model.teacher_decay", "data.teacher_prompt"], readers)
         return
+    yield from _by_policy(s) if s.model.teacher_decay is not None else ()
+    yield from _distributions(s) if s.actor.distill.used else ()
+    if s.data.teacher_prompt is not None and (s.data.images or s.data.videos):
+        yield problem_at(s, "data.teacher_prompt", "a teacher's prompts hold no images or videos; leave it out")
+    if s.data.teacher_function is not None and not s.has_reward:
+        text = "makes prompts from scores, and nothing scores the responses; give reward functions"
+        yield problem_at(s, "data.teacher_prompt", text)
     if s.data.teacher_prompt is not None and s.rollout.environment.used:
         text = "the prompts are an environment's, and rows have none to take its place; leave it out"
         yield problem_at(s, "data.teacher_prompt", text)
-    name = s.algorithm.advantage.name
-    if s.model.teacher_path is None:
+    name = s.algorithm.advantage.name if s.algorithm.reads("teacher_log_probs") else "actor.distill"
+    if s.model.teacher_path is None and s.loads_teacher and not s.model.teachers:
         text = f"is not set, and {name} holds the policy to it; give the name or directory of a Hugging Face model"
         yield problem_at(s, "model.teacher_path", text)
     scored = value_of(s.algorithm.advantage, ESTIMATORS, "score_coef")
-    if s.algorithm.kl.coef > 0 and not any(map(s.algorithm.reads, ("rows", "rewards", "scores", "outcomes"))):
+    taught = s.algorithm.reads("teacher_log_probs")
+    if (
+        taught
+        and s.algorithm.kl.coef > 0
+        and not any(map(s.algorithm.reads, ("rows", "rewards", "scores", "outcomes")))
+    ):
         text = f"{name} does not read the token rewards, where the penalty would be; give actor.kl_coef in its place"
         yield problem_at(s, "algorithm.kl.coef", text)
     if s.has_reward:
@@ -131,6 +148,68 @@ def _teacher(s: TrainSettings) -> Problems:
     if s.has_held_out and s.eval.temperature == 0:
         text = f"held-out responses are measured by their divergence from the teacher ({name}, no reward), which is "
         yield problem_at(s, "eval.temperature", f"{text}one of sampled responses; give 1.0, or reward functions")
+
+
+def _several(s: TrainSettings) -> Problems:
+    """Yield what does not fit several teachers."""
+    teachers, by, weights = s.model.teachers, s.model.teacher_by, s.model.teacher_weights
+    if not teachers:
+        yield from unread_problems(s, ["model.teacher_by", "model.teacher_weights"], "model.teachers")
+        return
+    if s.model.teacher_path is not None:
+        yield problem_at(s, "model.teacher_path", "model.teachers has several; give it a name there, or leave one out")
+    if any(isinstance(x, str) and is_endpoint(x) for x in teachers.values()):
+        yield from _endpoints(s)
+    if by is not None:
+        yield from unread_problems(s, ["model.teacher_weights"], "rows that have all teachers; leave out teacher_by")
+    elif s.actor.distill.used and len(teachers) > 1:
+        text = (
+            "distributions of several teachers are not mixed; give model.teacher_by, or algorithm.advantage = distill"
+        )
+        yield problem_at(s, "actor.distill.name", text)
+    numbers = [x for x in weights.values() if isinstance(x, (int, float)) and not isinstance(x, bool) and x >= 0]
+    if (
+        by is None
+        and weights
+        and ({*weights} != {*teachers} or len(numbers) < len(weights) or abs(sum(numbers) - 1) > 1e-6)
+    ):
+        yield problem_at(s, "model.teacher_weights", "give each of model.teachers a number of at least 0, 1 in all")
+
+
+def _endpoints(s: TrainSettings) -> Problems:
+    """Yield what does not fit teachers behind addresses."""
+    if s.rollout.temperature != 1:
+        yield problem_at(s, "rollout.temperature", "model.teachers has an address, whose log-probs are of 1; give 1")
+    if s.actor.distill.used:
+        yield problem_at(s, "actor.distill.name", "model.teachers has an address, which tells of sampled tokens alone")
+    if s.mesh.least_ranks > 1:
+        text = "model.teachers has an address, and each rank would ask it for all rows; give one rank"
+        yield Problem("mesh", s.mesh.least_ranks, text)
+
+
+def _by_policy(s: TrainSettings) -> Problems:
+    """Yield what does not fit a policy that is its own teacher."""
+    names = ("teacher_path", "teachers", "teacher_dtype", "teacher_offload")
+    yield from unread_problems(s, [f"model.{x}" for x in names], "a teacher of its own; leave out model.teacher_decay")
+    if not s.has_reward:
+        yield problem_at(
+            s, "model.teacher_decay", "only a reward tells how good its answers are; give reward functions"
+        )
+    if s.model.teacher_decay in (0, 1) and s.data.teacher_prompt is None:
+        text = "it would read what the policy reads, and teach nothing new; give data.teacher_prompt"
+        yield problem_at(s, "model.teacher_decay", text)
+    if s.algorithm.router_replay != "none":
+        text = "routers would have to choose for the teacher's prompts what they chose for the policy's; leave it out"
+        yield problem_at(s, "algorithm.router_replay", text)
+
+
+def _distributions(s: TrainSettings) -> Problems:
+    """Yield what does not fit a divergence from distributions of a teacher."""
+    pool = s.placement.roles.teacher
+    for name, axes in (("mesh", s.mesh), (f"placement.pools.{pool}", s.placement.pools.get(pool))):
+        if axes is not None and axes.tensor > 1:
+            text = "actor.distill reads whole distributions, which a tensor axis cuts; give 1"
+            yield Problem(f"{name}.tensor", axes.tensor, text)
 
 
 def _algorithm(s: TrainSettings) -> Problems:

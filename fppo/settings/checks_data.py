@@ -157,7 +157,7 @@ def reward_problems(s: TrainSettings) -> Problems:
 
 def _functions(s: TrainSettings) -> Problems:
     section, names, weights = s.reward, s.reward.functions, s.reward.weights
-    if not s.has_reward and not s.uses_teacher:
+    if not s.has_reward and not s.loads_teacher:
         text = "nothing scores the responses; give reward functions, reward.model.path or reward.judge.path"
         yield problem_at(s, "reward.functions", text)
     if not s.has_reward:

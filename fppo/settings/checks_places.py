@@ -88,7 +88,7 @@ def placement_problems(s: TrainSettings) -> Problems:
     for role, used, name in (
         ("critic", s.algorithm.uses_critic, "critic"),
         ("reference", s.uses_reference, "reference"),
-        ("teacher", s.uses_teacher, "teacher"),
+        ("teacher", s.loads_teacher, "teacher"),
         ("reward", s.reward.model.path is not None, "reward model"),
     ):
         if not used and getattr(placement.roles, role) not in (HERE, None):

@@ -9,7 +9,7 @@ import attrs
 
 from fppo.fields import Check, Table, above, at_least, at_most, below, nonempty, setting
 from fppo.settings.component import given, named, requires
-from fppo.settings.tables import CORRECTIONS, ESTIMATORS, OPTIMIZERS, POLICY_LOSSES, VALUE_HEADS
+from fppo.settings.tables import CORRECTIONS, DIVERGENCES, ESTIMATORS, OPTIMIZERS, POLICY_LOSSES, VALUE_HEADS
 
 OldLogProbs = Literal["pass", "engine", "update", "auto"]
 KlKind = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
@@ -194,6 +194,24 @@ class UpdateSettings:
         return -(-batch_size // max(self.mini_batch(batch_size, n), 1)) * max(self.epochs, 1)
 
 
+@attrs.frozen(kw_only=True)
+class DistillSettings:
+    """A divergence from a teacher's distribution of each token, as a term of the loss, and any of its keywords."""
+
+    name: str = named("none", DIVERGENCES, "a divergence")
+    """none, reverse_kl, forward_kl, jensen_shannon (GKD's, with beta); or module:function for your own."""
+    coef: float = setting(1.0, above(0))
+    """The factor of the term; the policy loss is beside it."""
+    top: int | None = setting(100, at_least(1))
+    """It is of the teacher's so many most probable tokens, and all others as one; None: the whole vocabulary."""
+    keywords: Table = given()
+
+    @property
+    def used(self) -> bool:
+        """Whether there is such a term."""
+        return self.name != "none"
+
+
 @attrs.frozen(kw_only=True, field_transformer=_own_first)
 class ActorSettings(UpdateSettings):
     """How the policy is updated."""
@@ -208,6 +226,8 @@ class ActorSettings(UpdateSettings):
     """The factor of a KL term in the loss; 0: none, and no reference model for it."""
     kl_kind: KlKind = setting("k3")
     """The estimator of that KL term: k2 and those with + have its own gradient, k3 that of KL(reference || policy)."""
+    distill: DistillSettings = setting(DistillSettings)
+    """A divergence from a teacher's distributions, beside the policy loss."""
     positive_nll_coef: float = setting(0.0, at_least(0))
     """The factor of the mean of -log-prob over the tokens of responses with a positive outcome, VAPO's."""
     experts: ExpertSettings = setting(ExpertSettings)

@@ -11,14 +11,14 @@ from fppo.settings.train import TrainSettings
 HELD_OUT = re.compile(r"val-(core|aux)/(.+)/(mean|best|maj)@(\d+)(/mean)?")
 FAMILIES = (
     *("actor", "critic", "curriculum", "perf", "prompt_length", "response_length", "reward", "rollout", "rollout_corr"),
-    *("timing_s", "training", "val-aux", "val-core"),
+    *("teacher", "timing_s", "training", "val-aux", "val-core"),
 )
 _SPREAD = ("mean", "max", "min")
 NAMES = (
     *(f"actor/{x}" for x in ("entropy", "entropy_loss", "grad_norm", "kl_loss", "loss_scale", "nll_loss", "pg_loss")),
     *(f"actor/{x}" for x in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "reward_kl_penalty", "skipped")),
     *(f"perf/{x}/{role}" for x in ("shared_tokens", "shared_flops") for role in ("actor", "critic")),
-    *("actor/reward_kl_penalty_coeff", "actor/teacher_kl"),
+    *("actor/reward_kl_penalty_coeff", "actor/teacher_kl", "actor/distill_loss", "teacher/taught", "teacher/over_long"),
     *("actor/balance_loss", "actor/router_z_loss", "actor/expert_load/max"),
     *(f"critic/{x}/{of}" for x in ("score", "rewards", "advantages", "returns", "values") for of in _SPREAD),
     *(f"critic/{x}" for x in ("vf_loss", "vf_clipfrac", "vf_explained_var", "vpred_mean", "grad_norm", "skipped")),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 
 import attrs
 import tyro
 
-from fppo.fields import Table, above, at_least, nonempty, place, setting
+from fppo.fields import Table, above, at_least, at_most, nonempty, place, setting
 
 
 @attrs.frozen(kw_only=True)
@@ -59,6 +61,27 @@ def _modules(names: tuple[str, ...]) -> str | None:
     return None if right else "must be names of modules, as my_package.models"
 
 
+def is_adapter(path: str) -> bool:
+    """Whether a directory holds an adapter, by PEFT's file, and no whole model."""
+    return Path(path, "adapter_config.json").is_file()
+
+
+def is_endpoint(path: str) -> bool:
+    """Whether the place of a teacher is an address."""
+    return path.startswith(("http://", "https://"))
+
+
+def whole_teachers(section: ModelSettings) -> dict[str, str]:
+    """The directories of teachers by name that are whole models, without adapters and addresses."""
+    named = ((name, x) for name, x in section.teachers.items() if isinstance(x, str))
+    return {name: x for name, x in named if not is_adapter(x) and not is_endpoint(x)}
+
+
+def _named_paths(table: Mapping[str, object]) -> str | None:
+    right = all(name and isinstance(x, str) and x for name, x in table.items())
+    return None if right else "must be directories by name, as {maths = 'runs/maths/model'}"
+
+
 @attrs.frozen(kw_only=True)
 class ModelSettings:
     """Which models, and how they run."""
@@ -71,6 +94,14 @@ class ModelSettings:
     """The reference that KL terms hold the policy to; None: the policy as it was at the start."""
     teacher_path: str | None = setting(None, place)
     """The teacher that algorithm.advantage = "distill" holds the policy to, of the same tokenizer, of any size."""
+    teacher_decay: float | None = setting(None, at_least(0), at_most(1))
+    """In place of teacher_path: the policy, averaged; the part that a step keeps. 0: as it is, 1: as at the start."""
+    teachers: Table = setting(dict, _named_paths)
+    """In place of teacher_path several by name: models, adapters on path's weights, or http://HOST/v1#MODEL of vLLM."""
+    teacher_by: str | None = setting(None, nonempty("give a field of the rows, or module:function"))
+    """Which of them a row has: a field with its name, source, or module:function of the row; None: all, by weights."""
+    teacher_weights: Table = setting(dict)
+    """Where each row has all of them, the weight of each by name, 1 in all; none: equal ones."""
     tokenizer: str | None = setting(None, place)
     """Where the tokenizer is; None: in path."""
     config: Table = setting(dict)

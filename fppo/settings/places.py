@@ -24,6 +24,7 @@ from fppo.runtime.gguf_files import GgufHeader, gguf_of, read_header
 from fppo.runtime.remote import check_address, problem_of_place
 from fppo.runtime.weights import no_weights, weight_files
 from fppo.settings import files
+from fppo.settings.model import whole_teachers
 from fppo.settings.train import TrainSettings
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -65,8 +66,9 @@ def _problems(settings: TrainSettings) -> list[Problem]:
     models["reward.judge.path"] = reward.judge.path
     if settings.algorithm.uses_critic:
         models["model.critic_path"] = settings.model.critic_path
-    if settings.uses_teacher:
+    if settings.loads_teacher:
         models["model.teacher_path"] = settings.model.teacher_path
+        models |= {f"model.teachers.{name}": path for name, path in whole_teachers(settings.model).items()}
     if settings.uses_reference:
         models["model.ref_path"] = settings.model.ref_path
     lines = [*output_problems(settings), *_start(settings)]
@@ -371,7 +373,7 @@ def row_problems(settings: TrainSettings, *, imitates: bool = False) -> list[Pro
     """Problems with data sets in local files: fields that no row has, and faulty rows; of large ones only the first
     rows are read. `imitates`: the rows are demonstrations."""
     data, noted, found = settings.data, RowProblems(), list[tuple[str, str]]()
-    fields, needed = data.fields, data.fields.needed | {"data.teacher_prompt": data.teacher_prompt}
+    fields, needed = data.fields, data.fields.needed | {"data.teacher_prompt": data.teacher_field}
     if imitates:
         fields = attrs.evolve(fields, ground_truth=None)
         needed = Answers(**only(settings.sft, "response", "messages", "turns")).needed(fields)

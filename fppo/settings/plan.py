@@ -154,7 +154,7 @@ def pools_of_run(run: TrainSettings) -> dict[str, tuple[MeshSettings, list[str]]
         "actor": True,
         "critic": run.uses_critic_model,
         "reference": run.uses_reference,
-        "teacher": run.uses_teacher,
+        "teacher": run.loads_teacher,
         "reward": run.reward.model.path is not None,
         "rollout": "rollout" in places,
     }

@@ -52,7 +52,8 @@ _NOT_READ = (  # of these sections
     *("data.ground_truth", "data.sampler", "data.curriculum", "data.max_prompt_tokens", "data.shuffle"),
     *("model.critic_path", "model.ref_path", "model.ref_dtype", "model.ref_offload"),
     *("model.lora.critic_rank", "model.lora.critic_path"),
-    *("model.teacher_path", "model.teacher_dtype", "model.teacher_offload"),
+    *("model.teacher_path", "model.teacher_decay", "model.teacher_dtype", "model.teacher_offload"),
+    *("model.teachers", "model.teacher_by", "model.teacher_weights"),
     *("model.share_prompts", "model.lora.send"),
 )
 

@@ -15,6 +15,10 @@ POLICY_LOSSES: Functions = {  # the loss, and what selects tokens from a mini-ba
     **{name: (f"{_SELECTION}:{name}", f"{_SELECTION}:select_{name}") for name in ("clip_cov", "kl_cov")},
     **{name: (f"{_LOSSES}:{name}",) for name in ("dppo_tv", "dppo_kl", "dro", "vespo")},
 }
+DIVERGENCES: Functions = {  # of log-probs of the policy and a teacher, and the mask
+    "none": (),
+    **{name: (f"fppo.losses.divergences:{name}",) for name in ("reverse_kl", "forward_kl", "jensen_shannon")},
+}
 _GROUPED, _TEMPORAL = (f"fppo.advantages.{module}" for module in ("grouped", "temporal"))
 ESTIMATORS: Functions = {  # of columns of the batch, by their names
     "gae": (f"{_TEMPORAL}:gae",),

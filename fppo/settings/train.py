@@ -78,7 +78,7 @@ class DataSettings:
     prompt: str = setting("prompt", nonempty("give a field of the rows, or a template with {field} in it"))
     """The field that holds the prompt, or a template like "Question: {question}\\nAnswer:"; \\n is a new line."""
     teacher_prompt: str | None = setting(None)
-    """What a teacher reads in the prompt's place, a field or a template as prompt; None: the same prompt."""
+    """What a teacher reads in place of prompt: a field, a template, or module:function of responses; None: prompt."""
     teacher_prompt_tokens: int = setting(4096, at_least(1), at_most(MOST_TOKENS))
     """The longest of these, in tokens; longer ones are an error."""
     chat: bool = setting(False)
@@ -117,6 +117,17 @@ class DataSettings:
     """An order of your own: module:function of the prompt set, the epoch's number and a key, for indices of prompts."""
     curriculum: CurriculumSettings = setting(CurriculumSettings)
     """How prompts are chosen by what is known of them."""
+
+    @property
+    def teacher_field(self) -> str | None:
+        """The field or template of a teacher's prompts; None for a function, or where a teacher has none."""
+        return None if self.teacher_function is not None else self.teacher_prompt
+
+    @property
+    def teacher_function(self) -> str | None:
+        """The function that makes a teacher's prompts from scored responses; None for a field or template, or none."""
+        name = self.teacher_prompt
+        return None if name is None or module_function(name) is not None else name
 
     @property
     def has_held_out(self) -> bool:
@@ -309,8 +320,18 @@ class TrainSettings:
 
     @property
     def uses_teacher(self) -> bool:
-        """Whether the run needs a teacher: its estimator reads the log-probs of one."""
-        return self.algorithm.reads("teacher_log_probs")
+        """Whether the run needs a teacher: its estimator, or a term of the loss, reads what one says."""
+        return self.algorithm.reads("teacher_log_probs") or self.actor.distill.used
+
+    @property
+    def loads_teacher(self) -> bool:
+        """Whether the teacher is a model of its own, and not the policy."""
+        return self.uses_teacher and self.model.teacher_decay is None
+
+    @property
+    def averages_policy(self) -> bool:
+        """Whether the teacher is an average of the policy's past, which is part of the run's state."""
+        return self.uses_teacher and self.model.teacher_decay not in (None, 0)
 
     @property
     def model_roles(self) -> set[str]:
@@ -318,7 +339,7 @@ class TrainSettings:
         roles = {
             "actor": True,
             "critic": self.uses_critic_model,
-            "teacher": self.uses_teacher,
+            "teacher": self.loads_teacher,
             "reward": self.reward.model.path is not None,
             "judge": self.reward.judge.path is not None,
         }

@@ -6,7 +6,7 @@ Begin with `actor.UpdateActor`; `loop` has mini-batches and gradients, `forward`
 parameters.
 """
 
-from fppo.steps.actor import PolicyTerms, SelectiveLoss, UpdateActor
+from fppo.steps.actor import DistillTerm, PolicyTerms, SelectiveLoss, UpdateActor
 from fppo.steps.confidence import UpdateConfidence, confidence_values, init_confidence
 from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import compute_log_probs, compute_outputs, compute_values, forward_micro_batch
@@ -16,7 +16,7 @@ from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.muon import muon
 from fppo.steps.optimizers import Optimizer, adamw, from_function, lion, sgd
-from fppo.steps.outputs import Forward, TokenOutputs
+from fppo.steps.outputs import Forward, TokenOutputs, Top
 from fppo.steps.popart import UpdatePopart
 from fppo.steps.schedules import schedule
 from fppo.steps.scores import compute_reward_scores
@@ -25,6 +25,7 @@ from fppo.steps.train_state import Scale, TrainState, init_state, optimizer_step
 
 __all__ = [
     "Demonstrations",
+    "DistillTerm",
     "Forward",
     "Loop",
     "MicroBatching",
@@ -34,6 +35,7 @@ __all__ = [
     "Scale",
     "SelectiveLoss",
     "TokenOutputs",
+    "Top",
     "TrainState",
     "UpdateActor",
     "UpdateConfidence",

@@ -69,6 +69,29 @@ class PolicyTerms:
 PLAIN = PolicyTerms()
 
 
+@attrs.frozen(kw_only=True)
+class DistillTerm:
+    """The term `coef` * divergence of the policy from a teacher at each token, which reads no advantages.
+
+    `divergence(log_probs, teacher_log_probs, mask)` is one of `losses.DIVERGENCES`, of [B, T, K] and the mask [B, T].
+    The tokens are those of the rows' `teacher_top_ids`; if these are not the `whole` vocabulary, all others are one
+    bucket.
+    """
+
+    divergence: Callable[[Tensor, Tensor, Tensor], Tensor]
+    coef: float = 1.0
+    whole: bool = False
+
+    def __call__(self, log_probs: Tensor, rows: Experience) -> Tensor:
+        """The term [B, T] for log-probs [B, T, K] of the policy; 0 in rows that the teacher says nothing about."""
+        if rows.teacher_top_log_probs is None:
+            raise ValueError("a divergence from a teacher needs teacher_top_log_probs in the batch: give a teacher")
+        both = (log_probs, rows.teacher_top_log_probs.to(log_probs))
+        both = both if self.whole else (losses.with_tail(x) for x in both)
+        mask = rows.response_mask if rows.taught is None else rows.response_mask & rows.taught[:, None]
+        return self.coef * self.divergence(*both, mask)
+
+
 @state
 class PreparedRows(Experience):
     """Rows with what the objective computed from the whole mini-batch: the tokens of a selective loss (`selected`), the
@@ -86,6 +109,7 @@ class PolicyObjective:
     loss_fn: LossFn | SelectiveLoss
     terms: PolicyTerms = PLAIN
     old_log_probs: OldLogProbs = "pass"
+    distill: DistillTerm | None = None
 
     def __call__(self, out: TokenOutputs, rows: Experience, weights: Tensor) -> tuple[Tensor, Metrics]:
         """Compute the objective, 0-d, and metrics for some rows of a mini-batch, from a pass over them and their
@@ -120,6 +144,9 @@ class PolicyObjective:
             correction = rows.correction_weights
             kl = losses.kl_term(out.log_probs, old, rows.ref_log_probs, terms.kl_kind, mask=mask, correction=correction)
             summed["actor/kl_loss"] = terms.kl_coef * kl
+        if self.distill is not None:
+            assert out.listed_log_probs is not None
+            summed["actor/distill_loss"] = self.distill(out.listed_log_probs, rows)
         report = report | {"actor/entropy": metrics.masked_mean(out.entropy, mask)}
         loss, sums = weighted_sum(summed, weights)
         if terms.nll_coef:
@@ -147,6 +174,8 @@ class UpdateActor:
     the ratio is 1. "auto": "engine" if the engine's are found to be the policy's own, else "pass"
     (`pipeline.stages.Annotate`).
 
+    `distill` adds a divergence from a teacher's distributions, beside the policy loss.
+
     For a model with experts their loads are reported. With `forward.replay` routers choose the batch's experts, which
     `terms.balance_coef` needs. `record` replays passes of few tokens on a GPU by one launch each.
     """
@@ -158,6 +187,7 @@ class UpdateActor:
     terms: PolicyTerms = PLAIN
     old_log_probs: OldLogProbs = "pass"
     record: Recorder | None = None
+    distill: DistillTerm | None = None
 
     def __call__(
         self, state: TrainState, batch: Experience, *, key: Key | None = None, donate: bool = False
@@ -187,8 +217,14 @@ class UpdateActor:
         terms = self.terms
         prepares = terms.nll_coef != 0 or terms.top_entropy_share < 1 or isinstance(self.loss_fn, SelectiveLoss)
         return Objective(
-            loss=PolicyObjective(loss_fn=self.loss_fn, terms=terms, old_log_probs=self.old_log_probs),
-            outputs=("log_probs", "entropy", *(("loads",) if reports_loads(self.forward.model) else ())),
+            loss=PolicyObjective(
+                loss_fn=self.loss_fn, terms=terms, old_log_probs=self.old_log_probs, distill=self.distill
+            ),
+            outputs=(
+                *("log_probs", "entropy"),
+                *(("listed_log_probs",) if self.distill is not None else ()),
+                *(("loads",) if reports_loads(self.forward.model) else ()),
+            ),
             temperature=terms.temperature,
             prepare=self._prepared if prepares else None,
             balance_coef=terms.balance_coef,

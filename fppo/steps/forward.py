@@ -20,10 +20,11 @@ from fppo.runtime.mesh import AXES, all_reduce, device_of
 from fppo.runtime.offload import OnHost
 from fppo.shapes import Tokens
 from fppo.steps import experts, memory
+from fppo.steps.distributions import listed_log_probs, top_log_probs
 from fppo.steps.experts import RoutedPass
 from fppo.steps.images import own_images, packed_images, padded_images
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.outputs import OF_ROUTERS, OF_VALUE_HEADS, Forward, Rows, TokenOutputs, check_outputs
+from fppo.steps.outputs import OF_DISTRIBUTIONS, OF_ROUTERS, OF_VALUE_HEADS, Forward, Rows, TokenOutputs, check_outputs
 from fppo.steps.packed import (
     Indices,
     MicroBatch,
@@ -94,6 +95,9 @@ def forward_micro_batch(
     states = hidden[own.places] if indices.shared is None else read(hidden, indices.shared.reads)
     labels = rows.tokens[:, -mask.shape[1] :].flatten()[indices.responses][own.numbers]
     computed = _of_head(states, head, labels, forward, outputs, temperature)
+    if set(outputs) & set(OF_DISTRIBUTIONS):
+        listed = None if "listed_log_probs" not in outputs else _listed(rows)[indices.responses][own.numbers]
+        computed |= _distributions(states, head, listed, forward, temperature)
     names, pad = [name for name, x in computed.items() if x is not None], forward.kernels.pad
     own_columns = [same(x, tensor) for x in computed.values() if x is not None]
     columns = gathered(own_columns, own, forward.mesh.token_axis)
@@ -132,6 +136,27 @@ def _of_head(
     )
     computed = {"log_probs": result.log_probs, "entropy": result.entropy, "sum_squared_probs": result.sum_squared}
     return computed | {"hidden": states.to(result.log_probs.dtype) if "hidden" in outputs else None}
+
+
+def _listed(rows: Any) -> Tensor:
+    """The tokens [B * T, K] that rows list. Raises ValueError for rows that list none."""
+    if getattr(rows, "teacher_top_ids", None) is None:
+        raise ValueError("listed_log_probs needs teacher_top_ids in the rows: a teacher's pass with Forward.top")
+    return rows.teacher_top_ids.flatten(0, 1)
+
+
+def _distributions(
+    states: Tensor, head: Head, listed: Tensor | None, forward: Forward, temperature: float
+) -> dict[str, Tensor | None]:
+    """The log-probs of `listed` tokens [m, K] after states [m, H], or without them of the most probable tokens."""
+    if forward.mesh["tensor"].size > 1:
+        raise ValueError("distributions of tokens need a whole vocabulary on each rank: use a mesh without tensor axis")
+    if listed is not None:
+        return {"listed_log_probs": listed_log_probs(states, listed, head, temperature=temperature)}
+    if forward.top is None:
+        raise ValueError("top_ids and top_log_probs need Forward.top, the number of tokens")
+    ids, values = top_log_probs(states, head, temperature=temperature, **forward.top._asdict())
+    return {"top_ids": ids.to(values), "top_log_probs": values}
 
 
 def _maps_over(rows: Rows) -> bool:
@@ -367,6 +392,7 @@ def compute_outputs(
     names = [x for x in TokenOutputs._fields if (x in outputs or (lm and x == "log_probs")) and x not in OF_ROUTERS]
     wide = {"outputs": forward.model.outputs}
     wide |= {"hidden": models.hidden_width(forward.model)} if "hidden" in names else {}
+    wide |= {} if forward.top is None else dict.fromkeys(OF_DISTRIBUTIONS[:2], min(forward.top))
     sizes = [wide.get(name, 1) for name in names]
     asked = [name for name in outputs if name in OF_ROUTERS]
 

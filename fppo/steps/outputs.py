@@ -20,7 +20,20 @@ from fppo_kernels.table import Kernels, takes_key_lengths
 
 OF_VALUE_HEADS = ("values", "outputs")
 OF_ROUTERS = ("routed", "loads", "router_sums")
-OUTPUTS = ("log_probs", "entropy", "sum_squared_probs", "hidden", *OF_VALUE_HEADS, *OF_ROUTERS)
+OF_DISTRIBUTIONS = ("top_ids", "top_log_probs", "listed_log_probs")
+OUTPUTS = ("log_probs", "entropy", "sum_squared_probs", "hidden", *OF_DISTRIBUTIONS, *OF_VALUE_HEADS, *OF_ROUTERS)
+
+
+class Top(NamedTuple):
+    """The `count` most probable of the first `of` tokens of a vocabulary; a count of `of` is all, in their order."""
+
+    count: int
+    of: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of them, so that no rest is left out."""
+        return self.count >= self.of
 
 
 @runtime_checkable
@@ -42,7 +55,7 @@ class Forward:
     `remove_padding` packs the rows of a pass; without it padded rows run as they are. With `share_prompts` common
     prefixes of rows are computed once; "auto" does so if it saves a tenth of the tokens and everything supports it.
     `read` computes values [...] from the outputs of a value head [..., K]. With `replay` the routers of experts take
-    their choices from the rows' column `routed` [B, S, L, k].
+    their choices from the rows' column `routed` [B, S, L, k]. `top` says which tokens the "top_ids" of a pass are.
     """
 
     model: Model
@@ -52,6 +65,7 @@ class Forward:
     share_prompts: Literal["auto"] | bool = "auto"
     read: Callable[[Tensor], Tensor] = first_output
     replay: bool = False
+    top: Top | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.share_prompts is True and (why := self.sharing_hindrance()) is not None:
@@ -99,7 +113,8 @@ class Forward:
 class TokenOutputs(NamedTuple):
     """Outputs of a pass, float32 (float64 for float64 parameters), zero outside the response mask.
 
-    Each token's are [B, T]; the K outputs of a value head [B, T, K]; the states before a vocabulary head [B, T, H].
+    Each token's are [B, T]; the K outputs of a value head [B, T, K]; the states before a vocabulary head [B, T, H]; the
+    K most probable tokens, and log-probs of these or of the tokens that the rows list as `teacher_top_ids`, [B, T, K].
     Routers report the experts that they choose, or would choose without replay, [B, S, L, k]; and for this pass each
     expert's number of tokens, and sums for the routers' losses.
     """
@@ -110,6 +125,9 @@ class TokenOutputs(NamedTuple):
     values: Tokens | None = None
     outputs: Outputs | None = None
     hidden: Outputs | None = None
+    top_ids: Outputs | None = None  # as whole floats
+    top_log_probs: Outputs | None = None
+    listed_log_probs: Outputs | None = None
     routed: Int[Tensor, "b s l k"] | None = None
     loads: Float[Tensor, "l e"] | None = None  # over the tokens of rows with a response
     router_sums: RouterSums | None = None  # over these tokens, too

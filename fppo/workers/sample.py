@@ -13,12 +13,12 @@ from fppo._errors import shown
 
 UserFn = Callable[..., Any]
 Kind = Literal["sample", "batch", "tensor"]
-ANSWER = "answer"
+ANSWER, FEEDBACK = "answer", "feedback"
 NAMED, LONGEST_NAME = 100, 200  # the most entries of a result, which become metrics; their longest name
 _LARGEST = 3.4028234e38  # the largest float32
 _SCORES = (
     "it must return a finite number, a list of one for each response token (None where no step ends), or StepRewards; "
-    'or a dict of numbers with one of these as "score", and maybe the text "answer"'
+    'or a dict of numbers with one of these as "score", and maybe the texts "answer" and "feedback"'
 )
 
 
@@ -62,6 +62,7 @@ class Outcome(NamedTuple):
     answer: str | None = None  # the answer that the function extracted from the response, for majority votes
     text: str = ""
     steps: StepRewards | None = None  # of which the score is the sum
+    feedback: str | None = None  # what the function says about the response, for a teacher
 
     @staticmethod
     def of(values: Sequence[Any]) -> Outcome:
@@ -90,20 +91,20 @@ def is_asynchronous(fn: UserFn) -> bool:
 
 def outcome_of(result: Any) -> Outcome:
     """Check a function's result: a finite number, one for each token, or rewards of steps; or a dict of numbers with
-    one of these as "score", and optionally the text "answer"."""
+    one of these as "score", and optionally the texts "answer" and "feedback"."""
     if not isinstance(result, Mapping):
         score, steps = _score_of(result)
         return _bad(result) if score is None else Outcome("value", score, steps=steps)
     if len(result) > NAMED or any(isinstance(name, str) and len(name) > LONGEST_NAME for name in result):
         most = f"at most {NAMED} of them, named in at most {LONGEST_NAME} characters, may come with a score"
         return Outcome("bad", text=f"{len(result):,} named numbers; {most}")
-    answer = result.get(ANSWER)
+    texts = {name: result.get(name) for name in (ANSWER, FEEDBACK)}
     score, steps = _score_of(result.get("score"))
-    numbers = {name: number_of(value) for name, value in result.items() if name not in (ANSWER, "score")}
-    names_are_text = all(isinstance(name, str) for name in numbers)
-    if score is None or None in numbers.values() or not names_are_text or not isinstance(answer, str | None):
+    numbers = {name: number_of(value) for name, value in result.items() if name not in (*texts, "score")}
+    readable = all(isinstance(name, str) for name in numbers) and all(isinstance(x, str | None) for x in texts.values())
+    if score is None or None in numbers.values() or not readable:
         return _bad(result)
-    return Outcome("value", score, numbers, answer, steps=steps)  # type: ignore[arg-type]
+    return Outcome("value", score, numbers, texts[ANSWER], steps=steps, feedback=texts[FEEDBACK])  # type: ignore[arg-type]
 
 
 def _score_of(value: Any) -> tuple[float | None, StepRewards | None]:

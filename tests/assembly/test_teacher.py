@@ -20,6 +20,8 @@ from fppo.batch import Rollout, narrow
 from fppo.commands import actions
 from fppo.fleet import Group
 from fppo.key import Key
+from fppo.models import lora, lora_files
+from fppo.models.adapted import Lora
 from fppo.pipeline.step import ppo_step
 from fppo.pipeline.train import iterate
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
@@ -238,3 +240,137 @@ def test_a_plan_has_the_teachers_memory_and_its_pass(task):
     assert with_teacher.parameters["teacher"] == own
     assert with_teacher.rest["teacher's parameters"] == 2 * own
     assert with_teacher.seconds > without.seconds
+
+
+def words(group, number):
+    """What stands before the prompt of a wrong response: the right answer."""
+    return None if group.each[number].score == 1 else f"{group.ground_truth}={group.prompt}"
+
+
+ITSELF = {
+    "model.teacher_path": None,
+    "model.teacher_decay": 0.5,
+    "data.teacher_prompt": "tests.assembly.test_teacher:words",
+    "rollout.n": 2,
+    "actor.distill.name": "jensen_shannon",
+    "actor.distill.beta": 0.3,
+    "actor.distill.top": 3,
+}
+
+
+@pytest.mark.slow
+def test_a_policy_that_teaches_itself_stops_and_goes_on_bit_for_bit_with_its_average(task, tmp_path):
+    def run(name, steps=4):
+        assert actions.train(settings(task, {**ITSELF, "output_dir": str(tmp_path / name), "steps": steps})) == 0
+        return tmp_path / name
+
+    whole, parts = run("whole"), run("parts", steps=2)
+    run("parts")
+    states = [{x["step"]: x["state"] for x in jsonl.read(each / "digests.jsonl")} for each in (whole, parts)]
+    assert states[0] == states[1]
+    assert any(path.startswith(".teacher") for path in states[0][4])
+    assert states[0][4][".teacher['model.norm.weight']"] != states[0][4][".actor.params['model.norm.weight']"]
+    assert actions.replay(whole, 3) == 0
+    steps = [line for line in numbers(whole) if "teacher/taught" in line]
+    assert len(steps) == 4
+    assert all("actor/distill_loss" in line for line in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["shard", "sequence", "pipeline", "group"])
+def test_a_policy_that_teaches_itself_on_a_mesh_or_in_a_pool_does_so_on_a_process(task, tmp_path, axis):
+    tiny_run.write_task(tmp_path, layers=2)
+    given = settings(tmp_path, {**ITSELF, "device": "cpu"})
+    with assemble(given) as made:
+        expected = steps_of(made)[-1]
+
+    def on_rank(mesh):
+        with assemble(given, mesh=attrs.evolve(mesh, sharding=Sharding())) as made:
+            return steps_of(made)[-1]
+
+    if axis == "group":
+        with contextlib.ExitStack() as opened:
+            places = RolePlaces({"actor": opened.enter_context(Group("actor", Threads()))})
+            found = [steps_of(opened.enter_context(assemble(given, places=places)))[-1]]
+    else:
+        found = simulate({axis: 2}, on_rank)
+    for each in found:
+        torch.testing.assert_close(torch.tensor(each[0]), torch.tensor(expected[0]), rtol=1e-4, atol=1e-5)
+        assert each[2]["actor/distill_loss"] == pytest.approx(expected[2]["actor/distill_loss"], rel=1e-3)
+
+
+def first_rows(task, changes):
+    with assemble(settings(task, {"model.teacher_path": None, **changes})) as made:
+        return ppo_step(made.run, program=made.program, draw=made.draw)[1]
+
+
+def halves(row):
+    return "one" if row["ground_truth"] in "01234" else {"one": 0.25, "two": 0.75}
+
+
+@pytest.mark.slow
+def test_several_teachers_each_teach_their_rows_and_one_has_the_bits_of_a_teacher(task, tmp_path):
+    write(tmp_path / "two", seed=7, width=16, layers=1)
+    one, two = str(task / "teacher"), str(tmp_path / "two")
+    alone = {path: first_rows(task, {"model.teacher_path": path}).teacher_log_probs for path in (one, two)}
+    assert torch.equal(first_rows(task, {"model.teachers": {"one": one}}).teacher_log_probs, alone[one])
+    named = {"model.teachers": {"one": one, "two": two}}
+    half = first_rows(task, named).teacher_log_probs
+    torch.testing.assert_close(half, (alone[one] + alone[two]) / 2)
+    given = {"model.teacher_weights": {"one": 0.25, "two": 0.75}}
+    torch.testing.assert_close(first_rows(task, named | given).teacher_log_probs, alone[one] / 4 + 0.75 * alone[two])
+    rows = first_rows(task, named | {"model.teacher_by": "tests.assembly.test_teacher:halves"})
+    first = torch.tensor([x in "01234" for x in rows.ground_truth])[:, None]
+    assert 0 < first.sum() < 8
+    expected = alone[one].where(first, alone[one] / 4 + 0.75 * alone[two])
+    torch.testing.assert_close(rows.teacher_log_probs, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"a row's teacher is 'train', and model\.teachers has no"):
+        first_rows(task, named | {"model.teacher_by": "source"})
+
+
+@pytest.mark.slow
+def test_teachers_that_are_adapters_stand_on_one_base(task, tmp_path):
+    """Their log-probs are those of models with the adapters merged."""
+    base, start = models.load(task / "start")
+    taught, merged = {}, {}
+    for name, seed in (("one", 1), ("two", 2)):
+        model, adapter = lora.adapt(base, start, Lora(2, 16.0, ("all-linear",), "standard", ()), key=Key(seed))
+        noise = Key(seed).generator()
+        adapter = {x: y + 0.2 * torch.randn(y.shape, generator=noise) for x, y in adapter.items()}
+        lora_files.save(model, adapter, tmp_path / name, base=str(task / "start"))
+        models.save(base, lora.merged(model, adapter), tmp_path / f"{name}-whole", tokenizer=character_tokenizer())
+        taught[name], merged[name] = str(tmp_path / name), str(tmp_path / f"{name}-whole")
+    found = [first_rows(task, {"model.teachers": each}).teacher_log_probs for each in (taught, merged)]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    write(tmp_path / "other", seed=1, characters="01234567+89=", width=16, layers=1)
+    given = {"model.teacher_path": None, "model.teachers": {"one": taught["one"], "two": str(tmp_path / "other")}}
+    with pytest.raises(files.SettingsError, match=r"model\.teachers\.two = '.*': its tokenizer is not that of"):
+        Inputs(settings=settings(task, given)).need(*TRAIN)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model.teacher_decay": 0.5}, r"model\.teacher_path = .*: nothing reads it here"),
+        ({**ITSELF, "data.teacher_prompt": None, "model.teacher_decay": 0}, "it would read what the policy reads"),
+        ({**ITSELF, "reward.functions": []}, r"model\.teacher_decay = 0\.5: only a reward tells"),
+        ({**ALONE, "data.teacher_prompt": "a:b"}, r"data\.teacher_prompt = 'a:b': makes prompts from scores"),
+        ({**ITSELF, "mesh.tensor": 2}, r"mesh\.tensor = 2: actor\.distill reads whole distributions"),
+        ({**ITSELF, "actor.distill.name": "none"}, r"actor\.distill\.beta"),
+        ({"actor.distill.name": "kl"}, "there is no such divergence"),
+        ({"model.teachers": {"a": "b"}}, r"model\.teacher_path = .*: model\.teachers has several"),
+        ({"model.teachers": {"a": 1}}, r"model\.teachers = .*: must be directories by name"),
+        ({"model.teacher_by": "source"}, r"model\.teacher_by = 'source': nothing reads it here"),
+        (
+            {"model.teacher_path": None, "model.teachers": {"a": "b", "c": "d"}, "model.teacher_weights": {"a": 1.0}},
+            r"model\.teacher_weights = .*: give each of model\.teachers a number",
+        ),
+        (
+            {"model.teacher_path": None, "model.teachers": {"a": "b", "c": "d"}, "actor.distill.name": "forward_kl"},
+            "distributions of several teachers are not mixed",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_these_teachers_are_named(task, changes, text):
+    with pytest.raises(files.SettingsError, match=text):
+        settings(task, changes)

@@ -114,7 +114,7 @@ def _before(batch: _Batch) -> Iterator[ColumnCall]:
         if batch.run.rollout.from_ is None:
             yield ColumnCall("rollout", "generate", _prompts(prompts, batch.run.data.max_prompt_tokens), part)
         yield ColumnCall("reward", "reward_model", part, {"scores": 4 * count})
-        if batch.run.uses_teacher:
+        if batch.run.loads_teacher:
             numbers = batch.numbers * count // batch.rows
             yield ColumnCall("teacher", "teacher", part, {"teacher_log_probs": numbers})
 
@@ -171,7 +171,8 @@ def _row(run: TrainSettings, case: Case) -> Experience:
         row,
         routed=routed,
         named_scores=dict.fromkeys(
-            [*reward.functions, *(x for x in more if more[x] is not None), *[REVERSE_KL] * run.uses_teacher], row.scores
+            [*reward.functions, *(x for x in more if more[x] is not None), *[REVERSE_KL] * run.loads_teacher],
+            row.scores,
         ),
         baselines=row.scores if requires(algorithm.advantage, ESTIMATORS, "baselines") else None,
         values=None if reader is None else numbers,

@@ -17,7 +17,7 @@ from fppo.rollout.embedded import EmbeddedEngine
 from fppo.runtime.mesh import Sharding
 from fppo.settings import resolve
 from fppo.settings.learning import ActorSettings, CriticSettings
-from fppo.settings.model import LoraSettings
+from fppo.settings.model import LoraSettings, whole_teachers
 from fppo.settings.placement import MeshSettings, pools_of
 from fppo.settings.plan import USUAL, PlanSettings, sizes_of
 from fppo.settings.train import TrainSettings
@@ -41,7 +41,8 @@ def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
     machine = resolve.Machine(device="cuda", capability=(8, 0)) if hardware.on_gpu else resolve.CPU
     of, _ = resolve.resolved(of, machine)
     model, mesh, lora, length = of.model, of.mesh, of.model.lora, of.data.max_prompt_tokens + of.rollout.max_tokens
-    teacher, reward = model.teacher_path if of.uses_teacher else None, of.reward.model.path
+    one = model.teacher_path or next(iter(whole_teachers(model).values()), model.path)  # of several
+    teacher, reward = one if of.loads_teacher else None, of.reward.model.path
     own = lora.critic_rank if lora.critic_path is None else _rank_in(lora.critic_path)
     own = own if lora.used else 0
     together = _together(of)
@@ -159,7 +160,7 @@ def _roles(of: TrainSettings, length: int, together: float) -> dict[str, Role]:
         )
     if of.uses_reference:
         roles["reference"] = Role(offload=place(of.model.ref_offload), dtype=getattr(torch, of.model.ref_dtype))
-    if of.uses_teacher:
+    if of.loads_teacher:
         roles["teacher"] = Role(offload=place(of.model.teacher_offload), dtype=getattr(torch, of.model.teacher_dtype))
     if reward.path is not None:
         rows = reward.micro_batch_size
