@@ -210,5 +210,5 @@ def _cast(x: Tensor, dtype: torch.dtype, lane: Lane) -> Tensor:
 
 
 def _place(x: Tensor) -> tuple[int, int, torch.Size]:
-    """What tells a tensor from others, and is alike for those on the same memory."""
+    """An identity of a tensor, equal for tensors on the same memory."""
     return x.untyped_storage()._cdata, int(x.storage_offset()), x.shape

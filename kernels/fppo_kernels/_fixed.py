@@ -1,5 +1,5 @@
 # pyright: reportMissingTypeStubs=false
-"""What kernels named "fixed" share: Triton programs with fixed tiles and a fixed order of sums, so that the bits of a
+"""Parts of the kernels named "fixed": Triton programs with fixed tiles and a fixed order of sums, so that the bits of a
 row do not depend on other rows.
 
 Triton compiles programs anew for pointers that are not multiples of 16 bytes, and such a program may add in another
