@@ -16,7 +16,7 @@ from fppo.assembly.functions import curriculum_of, optimizer_of, policy_loss, va
 from fppo.fields import Problem, problem_of
 from fppo.losses import ValueHead
 from fppo.settings.component import Component, Functions, bound
-from fppo.settings.tables import CORRECTIONS, ESTIMATORS
+from fppo.settings.tables import CORRECTIONS, DIVERGENCES, ESTIMATORS
 from fppo.steps.actor import LossFn, SelectiveLoss
 
 
@@ -25,6 +25,7 @@ def value_problems(parts: Iterable[tuple[str, Any, Functions]], known: Sequence[
     problems are skipped."""
     trials: dict[str, Callable[[Any], Any]] = {
         "actor.loss": lambda part: _loss(policy_loss(part)),
+        "actor.distill": _divergence,
         "algorithm.advantage": _advantage,
         "algorithm.correction": _correction,
         "rollout.environment": maker_of,
@@ -68,6 +69,12 @@ def _loss(loss_fn: LossFn | SelectiveLoss) -> None:
 def _value_loss(head: ValueHead) -> None:
     tokens = _floats(2, 2)
     head.loss_fn(tokens if head.outputs == 1 else _floats(2, 2, head.outputs), tokens, tokens, _MASK)
+
+
+def _divergence(part: Component) -> None:
+    (divergence,) = bound(part, DIVERGENCES, "actor.distill")
+    halves = torch.full((2, 2, 2), 0.5).log()
+    divergence(halves, halves, _MASK)
 
 
 def _correction(part: Component) -> None:

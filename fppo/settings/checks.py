@@ -14,7 +14,7 @@ from fppo.settings.checks_places import mesh_rules, placement_problems
 from fppo.settings.checks_rollout import rollout_problems
 from fppo.settings.checks_sft import pass_problems, rate_problems
 from fppo.settings.component import part_problems, signature_of, value_of
-from fppo.settings.model import is_endpoint, params_on_host
+from fppo.settings.model import is_endpoint, named_paths, params_on_host
 from fppo.settings.resolve import hindrances, passes_before_update, sharing_hindrances
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS, VALUE_HEADS
 from fppo.settings.train import TrainSettings
@@ -155,6 +155,9 @@ def _several(s: TrainSettings) -> Problems:
     teachers, by, weights = s.model.teachers, s.model.teacher_by, s.model.teacher_weights
     if not teachers:
         yield from unread_problems(s, ["model.teacher_by", "model.teacher_weights"], "model.teachers")
+        return
+    if (wrong := named_paths(teachers)) is not None:
+        yield problem_at(s, "model.teachers", wrong)
         return
     if s.model.teacher_path is not None:
         yield problem_at(s, "model.teacher_path", "model.teachers has several; give it a name there, or leave one out")

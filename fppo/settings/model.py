@@ -84,7 +84,8 @@ def whole_teachers(section: ModelSettings) -> dict[str, str]:
     return {name: x for name, x in named if not is_adapter(x) and not is_endpoint(x)}
 
 
-def _named_paths(table: Mapping[str, object]) -> str | None:
+def named_paths(table: Mapping[str, object]) -> str | None:
+    """The problem of a table that does not have a directory by each name; None without one."""
     right = all(name and isinstance(x, str) and x for name, x in table.items())
     return None if right else "must be directories by name, as {maths = 'runs/maths/model'}"
 
@@ -103,7 +104,7 @@ class ModelSettings:
     """The teacher that algorithm.advantage = "distill" holds the policy to, of the same tokenizer, of any size."""
     teacher_decay: float | None = setting(None, at_least(0), at_most(1))
     """In place of teacher_path: the policy, averaged; the part that a step keeps. 0: as it is, 1: as at the start."""
-    teachers: Table = setting(dict, _named_paths)
+    teachers: Table = setting(dict)
     """In place of teacher_path several by name: models, adapters on path's weights, or http://HOST/v1#MODEL of vLLM."""
     teacher_by: str | None = setting(None, none_or(nonempty("give a field of the rows, or module:function")))
     """Which of them a row has: a field with its name, source, or module:function of the row; None: all, by weights."""

