@@ -166,7 +166,8 @@ def sharing_lines(
         return []
     of_settings = [f"{path} = {value!r} {why}" for path, value, why in hindrances]
     of_settings += ["model.graphs records passes over rows that share nothing"] * (section.graphs is True)
-    why = next(iter(of_settings), None) or Forward(model, kernels, share_prompts=False).sharing_hindrance()
+    whole = model.unplaced or model
+    why = next(iter(of_settings), None) or Forward(whole, kernels, share_prompts=False).sharing_hindrance()
     return [] if why is None else [_line("prompts", f"computed anew for each response: {why}")]
 
 

@@ -9,6 +9,7 @@ import attrs
 import pytest
 import torch
 
+from fppo import models
 from fppo.assembly import announce
 from fppo.assembly.announce import (
     input_lines,
@@ -20,6 +21,7 @@ from fppo.assembly.announce import (
 from fppo.models import lora
 from fppo.models.adapted import Lora
 from fppo.quickstart import small_model
+from fppo.runtime.simulate import simulate
 from fppo.settings.learning import OptimizerSettings
 from fppo.settings.model import ModelSettings
 from fppo.settings.placement import PlacementSettings, RoleSettings
@@ -207,6 +209,14 @@ def test_why_rows_share_no_prompts_is_said_once(n, share, graphs, hindrances, sa
     found = sharing_lines(section, n, hindrances, small_model(15, width=16, layers=1), Kernels.named())
     expected = [f"prompts computed anew for each response: {text}" for text in said]
     assert [" ".join(line.split()) for line in found] == expected
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_rows_of_a_model_that_is_cut_share_prompts_as_those_of_the_whole_one(axis):
+    model = small_model(16, width=16, layers=2)
+    section = attrs.evolve(MODEL, share_prompts="auto")
+    cut = simulate({axis: 2}, lambda mesh: sharing_lines(section, 2, [], models.place(model, mesh), Kernels.named()))
+    assert cut == [[], []]
 
 
 def test_a_run_says_which_parameters_muon_has():
