@@ -260,16 +260,18 @@ ITSELF = {
 
 @pytest.mark.slow
 def test_a_policy_that_teaches_itself_stops_and_goes_on_bit_for_bit_with_its_average(task, tmp_path):
-    def run(name, steps=4):
-        assert actions.train(settings(task, {**ITSELF, "output_dir": str(tmp_path / name), "steps": steps})) == 0
+    def run(name, **changes):
+        own = {**ITSELF, "output_dir": str(tmp_path / name), **changes}
+        assert actions.train(settings(task, own)) == 0
         return tmp_path / name
 
-    whole, parts = run("whole"), run("parts", steps=2)
+    whole, parts, fixed = run("whole"), run("parts", steps=2), run("fixed", **{"model.teacher_decay": 1.0})
     run("parts")
-    states = [{x["step"]: x["state"] for x in jsonl.read(each / "digests.jsonl")} for each in (whole, parts)]
-    assert states[0] == states[1]
-    assert any(path.startswith(".teacher") for path in states[0][4])
-    assert states[0][4][".teacher['model.norm.weight']"] != states[0][4][".actor.params['model.norm.weight']"]
+    states, resumed, others = (
+        {x["step"]: x["state"] for x in jsonl.read(each / "digests.jsonl")} for each in (whole, parts, fixed)
+    )
+    assert resumed == states
+    assert others[4] != states[4]  # the average is part of it
     assert actions.replay(whole, 3) == 0
     steps = [line for line in numbers(whole) if "teacher/taught" in line]
     assert len(steps) == 4
