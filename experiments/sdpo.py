@@ -34,7 +34,7 @@ def run(by: str, seed: int, start, steps: int, lr: float, decay: float) -> list[
     own = pieces(start, TOKENIZER, prompts, **given, advantage=rule, key=Key(seed).fold("run"))
     if by == "sdpo":
         told = lambda group, i: "!" + group.prompt if group.each[i].feedback else None  # noqa: E731
-        prompt = PromptByFeedback(fn=told, encode=TOKENIZER.encode, tokenizer=TOKENIZER, limit=16)
+        prompt = PromptByFeedback(fn=told, encode=lambda x: TOKENIZER.encode(str(x)), tokenizer=TOKENIZER, limit=16)
         term = DistillTerm(divergence=losses.jensen_shannon, whole=True)
         own = self_taught(own, prompt, decay=decay, distill=term, top=Top(len(TOKENIZER), len(TOKENIZER)))
     test, runs = attrs.evolve(own.sampling, greedy=True, n=1), iterate(own.run, program=own.program, draw=own.draw)

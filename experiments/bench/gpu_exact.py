@@ -8,6 +8,7 @@ import time
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import attrs
 from gpu_model import build, experience, parameters, prompts
@@ -36,7 +37,8 @@ DEARER = {"update": 2.0, "decode": 4.0}  # exact over fast
 
 def exact_kernels(plan: Plan) -> Kernels:
     """The exact kernels of the plan's device."""
-    return Kernels.named(**EXACT[plan.device.type])
+    names: dict[str, Any] = {**EXACT[plan.device.type]}
+    return Kernels.named(**names)
 
 
 def keeps_law(plan: Plan) -> Record:

@@ -259,7 +259,8 @@ def _diff(given: Arguments) -> int:
     """Print the first difference of two runs: fppo diff RUN RUN"""
     from fppo.commands import actions
 
-    return actions.diff(*map(Path, given.options.runs), given.options.json)
+    first, second = map(Path, given.options.runs)
+    return actions.diff(first, second, given.options.json)
 
 
 def _ablate(given: Arguments) -> int:

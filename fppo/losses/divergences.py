@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -56,8 +58,7 @@ def jensen_shannon(log_probs: Buckets, teacher: Others, mask: Mask, *, beta: flo
     if not 0 < beta < 1:
         raise ValueError(f"beta={beta}: give a number between 0 and 1; its ends are forward_kl and reverse_kl")
     p, q = _clean(log_probs, teacher, mask)
-    weights = torch.tensor([beta, 1 - beta], dtype=torch.float64).log().tolist()
-    middle = torch.logaddexp(q + weights[0], p + weights[1])
+    middle = torch.logaddexp(q + math.log(beta), p + math.log(1 - beta))
     return (beta * _kl(q, middle) + (1 - beta) * _kl(p, middle)).where(mask, 0.0)
 
 

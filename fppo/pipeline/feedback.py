@@ -87,10 +87,9 @@ class PromptByFeedback:
         extras = ({**extra, TEACHER_PROMPT: [*(ids or ())]} for extra, ids in zip(scored.extras, own, strict=True))
         taught = torch.tensor(fits, device=scored.tokens.device)
         long = sum(ids is not None and len(ids) > self.limit for ids in prompts)
-        report = {"teacher/taught": metrics.masked_mean(taught, torch.ones_like(taught))}
-        return replace(scored, extras=Column(extras), taught=taught), report | {
-            "teacher/over_long": metrics.total(long)
-        }
+        report: Metrics = {"teacher/taught": metrics.masked_mean(taught, torch.ones_like(taught))}
+        report = {**report, "teacher/over_long": metrics.total(long)}
+        return replace(scored, extras=Column(extras), taught=taught), report
 
     def _prompt(self, group: ScoredGroup, number: int) -> Sequence[int] | None:
         try:

@@ -185,7 +185,7 @@ class EmbeddedRequests:
         released()
         self._take_parts(range(len(self._drawn)))
         self._drawn = self._drawn_rows()
-        ends = [(row, row.end()) for row in rows]
+        ends: list[tuple[OpenRow, End | None]] = [(row, row.end()) for row in rows]
         self._put_back([row for row, end in ends if end is None])
         whole = self._bytes(max(row.max_length for row in rows))
         cuts = not any(self._whole(row) for row in rows)

@@ -79,10 +79,10 @@ def messages_request(body: Mapping[str, Any]) -> Translated:
 
 def _tools(value: Any) -> list[dict[str, Any]]:
     """Functions in the form of chats."""
-    if not isinstance(value, list | None):
+    if value is not None and not isinstance(value, list):
         raise wrong("tools", "give a list of tools")
     tools: list[dict[str, Any]] = []
-    for place, tool in enumerate(value or ()):
+    for place, tool in enumerate(value or []):
         path = f"tools[{place}]"
         kind = tool.get("type") or "custom" if isinstance(tool, dict) else tool
         if kind != "custom" or not isinstance(tool.get("name"), str):

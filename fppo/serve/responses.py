@@ -156,10 +156,10 @@ def _check_objects(body: Mapping[str, Any]) -> None:
 
 def _tools(value: Any) -> list[dict[str, Any]]:
     """Functions in the form of chats: all that a tool has beside its type is the function's."""
-    if not isinstance(value, list | None):
+    if value is not None and not isinstance(value, list):
         raise wrong("tools", "give a list of tools")
     tools: list[dict[str, Any]] = []
-    for place, tool in enumerate(value or ()):
+    for place, tool in enumerate(value or []):
         if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
             kind = json.dumps(tool.get("type") if isinstance(tool, dict) else tool)[:100]
             text = f'{kind} is not supported: a tool is {{"type": "function", "name": ..., "parameters": ...}}'
@@ -213,7 +213,7 @@ def _message(item: Any, path: str) -> dict[str, Any]:
         raise wrong(f"{path}.type", text, "unsupported_parameter")
     check_fields(item, (*_OF_ITEM, *_FIELDS[kind]), path)
     if kind == "message":
-        kinds = _TEXTS.get(item.get("role"), _TEXTS["user"])
+        kinds = _TEXTS.get(str(item.get("role")), _TEXTS["user"])
         return {"role": item.get("role"), "content": content_of(item.get("content"), f"{path}.content", kinds)}
     if kind == "reasoning":
         if item.get("summary"):

@@ -88,10 +88,10 @@ class DistillTerm:
         """The term [B, T] for log-probs [B, T, K] of the policy; 0 in rows that the teacher says nothing about."""
         if rows.teacher_top_log_probs is None:
             raise ValueError("a divergence from a teacher needs teacher_top_log_probs in the batch: give a teacher")
-        both = (log_probs, rows.teacher_top_log_probs.to(log_probs))
-        both = both if self.whole else (losses.with_tail(x) for x in both)
+        own, theirs = log_probs, rows.teacher_top_log_probs.to(log_probs)
+        own, theirs = (own, theirs) if self.whole else (losses.with_tail(own), losses.with_tail(theirs))
         mask = rows.response_mask if rows.taught is None else rows.response_mask & rows.taught[:, None]
-        return self.coef * self.divergence(*both, mask)
+        return self.coef * self.divergence(own, theirs, mask)
 
 
 @state

@@ -25,15 +25,15 @@ OUTPUTS = ("log_probs", "entropy", "sum_squared_probs", "hidden", *OF_DISTRIBUTI
 
 
 class Top(NamedTuple):
-    """The `count` most probable of the first `of` tokens of a vocabulary; a count of `of` is all, in their order."""
+    """The `kept` most probable of the first `of` tokens of a vocabulary; if `kept` is `of` all, in their order."""
 
-    count: int
+    kept: int
     of: int
 
     @property
     def whole(self) -> bool:
         """Whether it is all of them, so that no rest is left out."""
-        return self.count >= self.of
+        return self.kept >= self.of
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-# pyright: reportMissingTypeStubs=false
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Parts of the kernels named "fixed": Triton programs with fixed tiles and a fixed order of sums, so that the bits of a
 row do not depend on other rows.
 

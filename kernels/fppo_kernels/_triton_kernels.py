@@ -14,7 +14,7 @@ def tanh(x):
     near = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315 - square * (62 / 2835)))))
     shrunk = tl.exp(-2 * tl.abs(x))
     far = (1 - shrunk) / (1 + shrunk)
-    bound: tl.constexpr = 1e-4 if x.dtype == tl.float64 else 0.0625
+    bound: tl.constexpr = 1e-4 if x.dtype == tl.float64 else 0.0625  # pyright: ignore[reportAssignmentType]
     return tl.where(square < bound, near, tl.where(x < 0, -far, far))
 
 

@@ -20,7 +20,9 @@ def test_named_kernels():
 
 
 def test_an_unknown_name_is_told_the_others():
-    with pytest.raises(ValueError, match=r"no kernel attention/fast; there are \['cpp', 'eager', 'flash', 'flex'"):
+    with pytest.raises(
+        ValueError, match=r"no kernel attention/fast; there are \['cpp', 'eager', 'fixed', 'flash', 'flex'"
+    ):
         Kernels.named(attention="fast")
     with pytest.raises(ValueError, match="no operation 'softmax'"):
         table.get("softmax", "fast")

@@ -90,10 +90,9 @@ def attend(rule: HeadRule, query: Tensor, placed: PlacedKeys, sinks: Tensor | No
     tensors = query, key, value, placed.seen, None if sinks is None else aligned(sinks), out, log_sums, placed.places
     numbers = sequences, tiles, groups, heads, placed.window or _ANY
     steps = *placed.key_steps, *placed.value_steps, placed.step
+    constants: dict[str, Any] = {"SINKS": sinks is not None, **settings}
     with torch.cuda.device_of(query):
-        attention_forward[(sequences * tiles, key_heads)](
-            *tensors, *numbers, *steps, SINKS=sinks is not None, **settings
-        )
+        attention_forward[(sequences * tiles, key_heads)](*tensors, *numbers, *steps, **constants)
     return out, log_sums
 
 
@@ -149,7 +148,7 @@ def _backward(
     settings, groups = options.rule.settings(query, value.shape[2], stages=1), heads // key_heads
     tensors_of, places = (query, key, value, grad, log_sums, dots), _places(options, key_heads, key_heads)
     sides = (options.lengths.max_length * groups, "BM"), (options.key_lengths.max_length, "BN")
-    programs = (attention_backward_queries, slopes[:1]), (attention_backward_keys, slopes[1:])
+    programs: Any = (attention_backward_queries, slopes[:1]), (attention_backward_keys, slopes[1:])
     with torch.cuda.device_of(query):
         for (size, side), (program, targets) in zip(sides, programs, strict=True):
             tiles = _triton.cdiv(size, settings[side])
@@ -161,7 +160,7 @@ def _backward(
 
 
 def _definition(options: _Options, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor]:
-    keywords = {**options.rule._asdict(), "window": options.window, "sinks": sinks}
+    keywords: dict[str, Any] = {**options.rule._asdict(), "window": options.window, "sinks": sinks}
     return (sdpa(query, key, value, lengths=options.lengths, key_lengths=options.key_lengths, **keywords),)
 
 

@@ -41,9 +41,17 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     (rows, width), outs, tiles = x.shape, len(weight), tiles_of(x.dtype)
     out = x.new_empty(rows, outs)
     grid = (_triton.cdiv(rows, tiles.rows) * _triton.cdiv(outs, tiles.outs),)
-    settings: dict[str, Any] = {"BM": tiles.rows, "BN": tiles.outs, "BK": tiles.inner, "GROUP": 8}
-    settings |= {"BIAS": bias is not None, "WIDE": wide_of(x.dtype)[1], "WIDEN": INTERPRETED}
-    settings |= {"num_warps": 4, "num_stages": tiles.stages}
+    settings: dict[str, Any] = {
+        "BM": tiles.rows,
+        "BN": tiles.outs,
+        "BK": tiles.inner,
+        "GROUP": 8,
+        "BIAS": bias is not None,
+        "WIDE": wide_of(x.dtype)[1],
+        "WIDEN": INTERPRETED,
+        "num_warps": 4,
+        "num_stages": tiles.stages,
+    }
     with torch.cuda.device_of(x):
         product[grid](x, weight, bias, out, rows, outs, width, *weight.stride(), **settings)
     return out

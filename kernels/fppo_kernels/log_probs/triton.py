@@ -137,8 +137,8 @@ def _merged(moments: Tensor, block: int, *, entropy: bool, squared: bool) -> Ten
     merged, (_, splits, tokens) = torch.empty_like(moments[:, :1]), moments.shape
     if tokens:
         with torch.cuda.device_of(moments):
-            grid, asked = (_triton.cdiv(tokens, block),), {"ENTROPY": entropy, "SQUARED": squared, "BM": block}
-            merge_in_order[grid](moments, merged, tokens, splits, **asked)
+            asked: dict[str, Any] = {"ENTROPY": entropy, "SQUARED": squared, "BM": block}
+            merge_in_order[(_triton.cdiv(tokens, block),)](moments, merged, tokens, splits, **asked)
     return merged
 
 
