@@ -192,7 +192,7 @@ class EmbeddedRequests:
         assert self._fitted is not None
         if not self._fitted.halve(prefilled, rows=len(rows) + held, row_bytes=whole, cuts=cuts):
             raise alone(rows[0], error)
-        ended = [(row, end) for row, end in ends if end is not None]
+        ended: list[tuple[OpenRow, End]] = [(row, end) for row, end in ends if end is not None]
         for row, _ in ended:
             self._keep(row, None)
         return [self._closed(row, end) for row, end in ended]

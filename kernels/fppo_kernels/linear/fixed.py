@@ -53,7 +53,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         "num_stages": tiles.stages,
     }
     with torch.cuda.device_of(x):
-        product[grid](x, weight, bias, out, rows, outs, width, *weight.stride(), **settings)
+        product[grid](x, weight, bias, out, rows, outs, width, weight.stride(0), weight.stride(1), **settings)
     return out
 
 
