@@ -155,7 +155,8 @@ def _distributions(
         return {"listed_log_probs": listed_log_probs(states, listed, head, temperature=temperature)}
     if forward.top is None:
         raise ValueError("top_ids and top_log_probs need Forward.top, the number of tokens")
-    ids, values = top_log_probs(states, head, temperature=temperature, **forward.top._asdict())
+    kept, of = forward.top
+    ids, values = top_log_probs(states, head, temperature=temperature, count=kept, of=of)
     return {"top_ids": ids.to(values), "top_log_probs": values}
 
 

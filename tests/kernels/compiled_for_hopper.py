@@ -85,7 +85,6 @@ FIXED = (  # dtypes, widths of heads, and programs
     (torch.bfloat16, 128, tuple(STAGES)),
     (torch.bfloat16, 256, ("attention_backward_keys",)),
     (torch.float32, 128, ("attention_forward", "attention_backward_keys")),
-    (torch.float64, 64, ("attention_forward",)),
 )
 
 

@@ -210,14 +210,15 @@ STAGES = (
 MADE_BY = {
     "the drawing of prompts": "row_ids ids ground_truth source extras inputs cursor key step pretraining bases ref",
     "gen": "tokens attention_mask response_mask rollout_log_probs sampling_log_probs groups versions finish routed "
-    "token_versions turn_ids turn_rewards episodes observed ahead",
-    "reward": "scores named_scores baselines outcomes teacher_log_probs process_rewards",
+    "token_versions turn_ids turn_rewards episodes observed ahead drafts",
+    "reward": "scores named_scores baselines outcomes teacher_log_probs process_rewards teacher_top_log_probs "
+    "teacher_top_ids taught",
     "old_log_prob": "old_log_probs disagreement sum_squared_probs entropy hidden truth_signs",
     "ref": "ref_log_probs",
     "values": "values",
-    "adv": "token_rewards advantages returns correction_weights entropy_mask kl",
+    "adv": "token_rewards advantages returns correction_weights entropy_mask entropy_coef kl",
     "update_critic": "critic",
-    "update_actor": "actor",
+    "update_actor": "actor teacher",
 }
 
 

@@ -35,8 +35,9 @@ def test_two_trees_of_gradients_are_in_memory_and_never_three(passes, monkeypatc
             return torch.stack([(weights * x).sum() for x in params.values()]).sum(), {}
 
     monkeypatch.setattr(loop, "micro_batches", lambda mini, forward: [(None, factor)] * passes)
-    forward, mini = Forward(small_model(8, width=8, layers=1)), loop.MiniBatch(*[None] * 8)
+    forward = Forward(small_model(8, width=8, layers=1))
+    mini = loop.MiniBatch(*[None] * 8)._replace(passes=passes)
     with Watch():
-        grads, _ = loop._gradients(params, mini, Sums(None, forward, None, None, ""), record=None)
+        grads, _ = loop._gradients(params, mini, Sums(None, forward, None, None, ""), None, record=None)
     assert all(torch.equal(x, passes * factor) for x in grads.values())
     assert LEAVES <= most <= (1 if passes == 1 else 2) * LEAVES + 2

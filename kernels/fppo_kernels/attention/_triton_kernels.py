@@ -93,7 +93,8 @@ def attention_forward(
             base = tl.where(larger == float("-inf"), 0.0, larger)  # for rows that have seen nothing yet
             shrink, grown = tl.exp(maximum - base), tl.exp(scores - base[:, None])
             total = total * shrink + tl.sum(grown, 1)
-            v = _numbers(value, first_value + far * value_step, there, E, BE)
+            near = visible & (columns > keys - count + row // groups - window)  # what no row sees may hold nan
+            v = _numbers(value, first_value + far * value_step, near, E, BE)
             mixed = multiply_add(grown.to(v.dtype), v, mixed * shrink[:, None], WIDEN)
             maximum = larger
         if SINKS:
