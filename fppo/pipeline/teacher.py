@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from fppo import advantages
-from fppo.batch import Annotated, Rollout, Scored
+from fppo.batch import Annotated, Rollout, Scored, narrow
 from fppo.metrics import Metrics
 from fppo.pipeline.feedback import Prompt
 from fppo.pipeline.passes import PolicyFn, PolicyPass, View, required
@@ -78,7 +78,7 @@ class ScoreByTeacher:
             text = "which a run with a teacher has itself: rename yours"
             raise ValueError(f"the reward has a function or a number named {REVERSE_KL!r}, {text}")
         scored, prompted = self.prompt(scored)
-        out, spent = timed("teacher", self._outputs)(scored)
+        out, spent = timed("teacher", self._outputs)(narrow(Rollout, scored))
         mask = rollout.response_mask
         apart = advantages.mean_reverse_kl(rollout.rollout_log_probs, required(out.log_probs), mask).float()
         apart = apart if scored.taught is None else apart.where(scored.taught, torch.nan)
