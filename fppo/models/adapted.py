@@ -178,12 +178,15 @@ def _with_own(out: Tensor, x: Tensor, own: Sequence[tuple[slice | Tensor, Factor
     slices = [rows for rows, _ in own if isinstance(rows, slice)]
     edges = [0, *(rows.stop for rows in slices)]
     in_order = len(slices) == len(own) and [rows.start for rows in slices] == edges[:-1] and edges[-1] == len(x)
-    places = torch.arange(len(x), device=x.device)
-    numbers = [places[rows] if isinstance(rows, slice) else rows for rows, _ in own]
-    index = torch.cat(numbers)
-    parts = (x if in_order else x[index]).split([len(each) for each in numbers])
+    if in_order:
+        index, parts = None, x.split([rows.stop - rows.start for rows in slices])
+    else:
+        places = torch.arange(len(x), device=x.device)
+        numbers = [places[rows] if isinstance(rows, slice) else rows for rows, _ in own]
+        index = torch.cat(numbers)
+        parts = x[index].split([len(each) for each in numbers])
     change = torch.cat([factors.scale * factors.change_of(part) for part, (_, factors) in zip(parts, own, strict=True)])
-    return out + change if in_order else out.index_add(0, index, change)
+    return out + change if index is None else out.index_add(0, index, change)
 
 
 def taking_adapted(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -270,7 +270,10 @@ class TrainingRuns:
                 assert isinstance(verb, PassVerb)
                 passes.append((held.value, verb.data, self._loss_of(held.info, verb)))
             results = runs.forward_backward_together(passes)
-        except Exception:  # whose fault it is, `do` finds out
+        except Exception as error:  # whose fault it is, `do` finds out
+            if not isinstance(error, ValueError):
+                text = f"a joint pass failed, and each run's is taken alone: {words_of(error, 500)}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
             return
         self._joined = {(run, number): result for (run, number, _), result in zip(asked, results, strict=True)}
 
