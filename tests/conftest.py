@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.costs import Costs
+from tests.costs import Costs, SlowTests
 from tests.distributed.preloaded import preload_more
 
 # what is imported stays, and to look through it again and again takes a sixth of the time of the imports
@@ -67,14 +67,17 @@ else:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options for those who change the tests; `.ci/run` gives both."""
+    """Options for those who change the tests; `.ci/run` gives them all."""
     parser.addoption("--budgets", action="store_true", help="fail if a folder exceeds tests/budgets.toml")
     parser.addoption("--order", default="files", help="of the tests: files, reversed, or a text that shuffles them")
+    parser.addoption("--slow-minutes", type=float, help="begin no slow test after this many minutes: skip the rest")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The tests' costs are measured and printed."""
+    """The tests' costs are measured and printed, and slow tests end in time."""
     config.pluginmanager.register(Costs(config), "costs")
+    if config.getoption("--slow-minutes") is not None:
+        config.pluginmanager.register(SlowTests(config.getoption("--slow-minutes")), "slow tests")
 
 
 @pytest.hookimpl(trylast=True)

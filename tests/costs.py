@@ -167,6 +167,27 @@ class Costs:
             self._costs[folder] += Cost(*cost)
 
 
+class SlowTests:
+    """The plugin that begins no slow test after so many minutes, and says how many it left out.
+
+    With `--order TEXT` these are drawn by the text, so that a slow machine tests others for each commit.
+    """
+
+    def __init__(self, minutes: float) -> None:
+        self._end = time.monotonic() + 60 * minutes
+        self._reason = f"slow, and {minutes:g} minutes were over"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if item.get_closest_marker("slow") is not None and time.monotonic() > self._end:
+            pytest.skip(self._reason)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        skipped = terminalreporter.stats.get("skipped", [])
+        if left := sum(self._reason in str(report.longrepr) for report in skipped):
+            terminalreporter.write_line(f"a slow machine: {left} slow tests were left out")
+
+
 @contextlib.contextmanager
 def _cause(worker: str, name: str) -> Iterator[None]:
     """Has processes start on behalf of a test, or of a fixture that is set up while a test is."""

@@ -244,7 +244,7 @@ def test_a_record_extends_that_of_the_stage_before():
 
 
 OPTIONAL = ("inputs", "routed", "token_versions", "turn_ids", "turn_rewards", "episodes", "observed")
-OPTIONAL = (*OPTIONAL, "baselines", "process_rewards")
+OPTIONAL = (*OPTIONAL, "baselines", "process_rewards", "drafts")
 KINDS = (Prompts, Rollout, Scored, Annotated, Experience)
 
 
@@ -261,6 +261,10 @@ def full(count: int, left_out: tuple[str, ...] = ()) -> Experience:
         "turn_rewards": torch.full((count, length), torch.nan),
         "process_rewards": torch.full((count, length), torch.nan),
         "episodes": torch.arange(count) // 2 + 5,
+        "drafts": torch.randint(0, 9, (count, 2), generator=g),
+        "teacher_top_ids": torch.randint(0, 250, (count, length, 3), generator=g).to(torch.int32),
+        "teacher_top_log_probs": torch.randn(count, length, 3, generator=g),
+        "taught": torch.rand(count, generator=g) < 0.5,
         "observed": Column([list(range(i)) for i in range(count)]),
         "named_scores": {"a": torch.randn(count, generator=g), "b.c": torch.randn(count, generator=g)},
         "entropy_mask": torch.rand(count, length, generator=g) < 0.5,

@@ -156,3 +156,33 @@ def test_a_verdict_is_of_the_tests_that_touch_a_package(tmp_path):
     assert newest.verdict(said, ["tests/runs/test_b.py"]) == "1 of 1 fail: tests/runs/test_b.py::test_four"
     assert newest.verdict(said, ["tests/da"]) == "no test ran"
     assert newest.verdict(said, ["tests"]).startswith("2 of 4 fail")
+
+
+CONFTEST = """
+import pytest
+from tests.costs import SlowTests
+def pytest_addoption(parser):
+    parser.addoption("--slow-minutes", type=float)
+def pytest_configure(config):
+    config.pluginmanager.register(SlowTests(config.getoption("--slow-minutes")))
+"""
+SLOW = """
+import pytest
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(3))
+def test_slow(case):
+    pass
+def test_fast():
+    pass
+"""
+
+
+def test_slow_tests_that_would_begin_too_late_are_left_out_and_counted(tmp_path):
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow")
+    (tmp_path / "test_some.py").write_text(SLOW)
+    own = os.environ | {"PYTHONPATH": os.pathsep.join([str(costs.TESTS.parent), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "pytest", "-n", "1", "--slow-minutes", "0"]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=own)
+    assert "1 passed, 3 skipped" in ran.stdout
+    assert "a slow machine: 3 slow tests were left out" in ran.stdout
