@@ -1,4 +1,4 @@
-"""Print the table of the cookbook's recipes that docs/guides/tinker-recipes.md shows: `python -m tests.cookbook`.
+"""Print a table of the cookbook's recipes of docs/guides/tinker-recipes.md: `python -m tests.cookbook`.
 
 Names of recipes as arguments run these alone.
 """
