@@ -102,7 +102,7 @@ def llms(title: str, summary: str, nav: list[dict[str, Any]], read: Callable[[st
     sections = {"Pages": single}
     for entry in nav:
         sections |= {} if entry in single else entry
-    parts = [f"# {title}", f"> {summary}", "The command `fppo guide` prints a guide for agents, with programs that run."]
+    parts = [f"# {title}", f"> {summary}", "`fppo guide` prints a guide for agents, with programs that run."]
     for section, entries in sections.items():
         lines = [
             f"- [{name}]({page.removesuffix('.md')}.html): {first_sentence(read(page))}"
@@ -125,6 +125,7 @@ def on_files(files: Any, *, config: Any) -> Any:
 
     for room, text in pages().items():
         files.append(File.generated(config, f"api/{room}.md", content=text))
-    index = llms(config.site_name, config.site_description, config.nav, lambda page: files.src_uris[page].content_string)
+    read = lambda page: files.src_uris[page].content_string  # noqa: E731
+    index = llms(config.site_name, config.site_description, config.nav, read)
     files.append(File.generated(config, "llms.txt", content=index))
     return files
