@@ -317,9 +317,9 @@ def test_a_prompt_stands_beside_the_same_of_another_run(tmp_path, window):
     page = window.open(view_page.export(runs, tmp_path / "page.html", most_bytes=1e9).as_uri())
     opened_row(page, 3, 3)
     columns = page.locator(".beside > div")
-    titles = [text.split("\n")[:2] for text in columns.all_inner_texts()]
-    assert [title for title, _ in titles] == ["mine", "other"]
-    assert [note for _, note in titles] == [f"step {step} · mean score 0.3125" for step in (3, 2)]  # (2/8 + 3/8) / 2
+    assert columns.locator("h4").all_inner_texts() == ["mine", "other"]
+    means = [f"step {step} · mean score 0.313" for step in (3, 2)]  # (2/8 + 3/8) / 2
+    assert columns.locator(".note").all_inner_texts() == means
     boxes = [columns.nth(number).bounding_box() for number in range(2)]
     assert boxes[0]["y"] == boxes[1]["y"]
     assert boxes[0]["x"] < boxes[1]["x"]
