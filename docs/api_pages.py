@@ -1,11 +1,13 @@
-"""The API reference: a page for each room, with every public module in it, written from the tree whenever it is built.
+"""The API reference, a page for each room with every public module in it, and llms.txt, an index of all pages.
 
-A hook of mkdocs; `pages` is a function of the tree alone and needs no mkdocs.
+A hook of mkdocs, which writes both from the tree whenever it is built; `pages` and `llms` need no mkdocs.
 """
 
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,36 @@ def pages() -> dict[str, str]:
     return {room: "\n\n".join(lines) + "\n" for room, lines in texts.items()}
 
 
+def first_sentence(text: str) -> str:
+    """The first sentence of a page's prose, as plain text; of a page of the API reference, that of its first module."""
+    if module := re.search(r"^::: (\S+)", text, re.MULTILINE):
+        text = ast.get_docstring(ast.parse(modules()[module[1]].read_text(encoding="utf-8"))) or ""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    prose = next((part for part in re.split(r"\n\s*\n", text) if re.match(r"\s*[\w`\[*]", part)), "")
+    prose = " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", prose).split())
+    return re.split(r"(?<=[.?!]) ", prose, maxsplit=1)[0].rstrip(":")
+
+
+def llms(title: str, summary: str, nav: list[dict[str, Any]], read: Callable[[str], str]) -> str:
+    """The text of llms.txt (llmstxt.org): for each page of the navigation a line with its link and its first sentence.
+
+    `nav` is that of mkdocs.yml, its sections one level deep, and `read` returns the Markdown of a page.
+    """
+    single = [entry for entry in nav if isinstance(*entry.values(), str)]
+    sections = {"Pages": single}
+    for entry in nav:
+        sections |= {} if entry in single else entry
+    parts = [f"# {title}", f"> {summary}", "`fppo guide` prints a guide for agents, with programs that run."]
+    for section, entries in sections.items():
+        lines = [
+            f"- [{name}]({page.removesuffix('.md')}.html): {first_sentence(read(page))}"
+            for entry in entries
+            for name, page in entry.items()
+        ]
+        parts += [f"## {section}", "\n".join(lines)]
+    return "\n\n".join(parts) + "\n"
+
+
 def on_config(config: Any) -> Any:
     """Adds the pages to the navigation."""
     config.nav.append({"API reference": [{room: f"api/{room}.md"} for room in pages()]})
@@ -88,9 +120,12 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """Adds the pages to what is built."""
+    """Adds the pages and llms.txt to what is built."""
     from mkdocs.structure.files import File
 
     for room, text in pages().items():
         files.append(File.generated(config, f"api/{room}.md", content=text))
+    read = lambda page: files.src_uris[page].content_string  # noqa: E731
+    index = llms(config.site_name, config.site_description, config.nav, read)
+    files.append(File.generated(config, "llms.txt", content=index))
     return files

@@ -295,6 +295,15 @@ def _env(given: Arguments) -> None:
     env.show(given.options)
 
 
+def _guide(given: Arguments) -> None:
+    """Print a guide for agents: rewards, runs, comparisons, failures and losses, with programs that run: fppo guide"""
+    if given.own:
+        raise UsageError("fppo guide takes no arguments")
+    from fppo.commands import guide
+
+    guide.show()
+
+
 def _completion(given: Arguments) -> None:
     """Print a script that completes commands and settings in a shell: fppo completion bash|zsh|fish"""
     if len(given.own) != 1:
@@ -411,5 +420,6 @@ COMMANDS: dict[str, Command] = {
     "plan": _of_run(_plan, f"[FILE.toml] {_OPTION}", PlanSettings, more=_PLANNED, problems=None),
     "bias": _of_run(_bias, f"[FILE.toml] {_OPTION}", BiasSettings, more=_STUDIED, problems=None),
     "env": Command(_env, "[--json]", options.EnvOptions),
+    "guide": Command(_guide, "[> SKILL.md]"),
     "completion": Command(_completion, "bash|zsh|fish", more=completion.ADVICE),
 }

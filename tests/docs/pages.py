@@ -17,7 +17,8 @@ import attrs
 
 ROOT = Path(__file__).parent.parent.parent
 AT_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")]
-PAGES = [*AT_ROOT, *sorted((ROOT / "docs").rglob("*.md"))]
+GUIDE = ROOT / "fppo/commands/guide.md"
+PAGES = [*AT_ROOT, GUIDE, *sorted((ROOT / "docs").rglob("*.md"))]
 REASONS = ("needs a GPU", "needs a network", "needs vLLM", "needs Ray")
 _COMMENT = re.compile(r"\s*<!--\s*(skip|run with|with):\s*(.*?)\s*-->\s*")
 _FENCE = re.compile(r"(\s*)(```+)(\S*)\s*")

@@ -55,6 +55,30 @@ def _inventory(path: Path) -> set[str]:
     return {line.split(" ", 1)[0] for line in zlib.decompress(packed).decode().splitlines()}
 
 
+def test_llms_txt_has_a_line_for_each_page():
+    """With the page's first sentence; what the sentence is of a page is read from the page as it stands."""
+    config = pytest.importorskip("yaml").safe_load((ROOT / "mkdocs.yml").read_text())
+    text = API.llms(config["site_name"], "A summary", config["nav"], lambda page: (ROOT / "docs" / page).read_text())
+    lines = re.findall(r"^- \[(.+)\]\((\S+)\.html\): (\w|`)(.+)$", text, re.MULTILINE)
+    names = re.findall(r"^ +- (.+): ([\w/-]+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted((name, page) for name, page, *_ in lines) == sorted(names)
+    assert text.startswith("# fppo\n\n> A summary\n\n")
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == ["Pages", "Tutorials", "Guides"]
+    assert "](http" not in text
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence"),
+    [
+        ("# A\n\nOne [link](to.md)\nand `code.x`, a: b. Two.\n", "One link and `code.x`, a: b."),
+        ("# A\n\n```bash\nfppo train.\n```\n\n| a |\n\n![A picture.](x.png)\n\nIt has two ways:\n", "It has two ways"),
+        ("# fppo.losses\n\n::: fppo.losses\n", "Losses as pure functions"),
+    ],
+)
+def test_the_first_sentence_is_that_of_the_prose(page, sentence):
+    assert API.first_sentence(page).startswith(sentence)
+
+
 def test_the_pages_build_and_every_public_name_can_be_linked(tmp_path: Path):
     pytest.importorskip("mkdocstrings", reason="the docs extra is not installed")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
@@ -63,6 +87,8 @@ def test_the_pages_build_and_every_public_name_can_be_linked(tmp_path: Path):
     loaded = re.compile(r'<(script|img|link rel="stylesheet")[^>]*(src|href)="(https?:)?//')
     for page in tmp_path.rglob("*.html"):
         assert not loaded.search(page.read_text()), f"{page.name} loads something from elsewhere"
+    index = re.findall(r"^- \[.+\]\((\S+)\): \S", (tmp_path / "llms.txt").read_text(), re.MULTILINE)
+    assert sorted(index) == sorted(str(x.relative_to(tmp_path)) for x in tmp_path.rglob("*.html") if x.stem != "404")
     linked = _inventory(tmp_path / "objects.inv")
     for module, path in API.modules().items():
         names = {*API.defined(path), *API.exported(path)} - {"__all__"} - API.foreign(path)

@@ -16,7 +16,7 @@ import pytest
 
 from fppo import quickstart
 from fppo.assembly import trials
-from fppo.commands import ablate, actions, audit, bias, cli, compare, distributed, env, plan, view
+from fppo.commands import ablate, actions, audit, bias, cli, compare, distributed, env, guide, plan, view
 from fppo.commands import check as checking
 from fppo.report import timeline, write
 from fppo.runs import copies
@@ -64,6 +64,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     reached(timeline, "write")
     reached(view, "view")
     reached(env, "show")
+    reached(guide, "show")
     return names
 
 

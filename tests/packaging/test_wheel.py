@@ -116,6 +116,7 @@ def test_the_wheel_has_every_file_of_the_packages_and_the_sdist_builds_the_same(
 def test_a_run_needs_the_wheel_alone(wheel, tmp_path):
     installed = Installed(tmp_path, wheel)
     assert "quickstart" in installed.run("fppo", "--help")
+    assert installed.run("fppo", "guide").startswith("---\nname: fppo\n")
     found = json.loads(installed.run("fppo", "env", "--json"))
     assert (found["fppo"], found["commit"], found["built_in"]) == (fppo.__version__, None, prebuilt.NONE)
     where = installed.run("python", "-c", "import fppo, fppo_kernels; print(fppo.__file__, fppo_kernels.__file__)")

@@ -312,6 +312,23 @@ def test_runs_lie_over_each_other_with_seeds_as_bands(tmp_path, window):
     assert page.inner_text("#count") == "24 of 96 rows"
 
 
+def test_a_prompt_stands_beside_the_same_of_another_run(tmp_path, window):
+    runs = [view_runs.write_run(tmp_path / name, steps=steps) for name, steps in (("mine", 4), ("other", 3))]
+    page = window.open(view_page.export(runs, tmp_path / "page.html", most_bytes=1e9).as_uri())
+    opened_row(page, 3, 3)
+    columns = page.locator(".beside > div")
+    assert columns.locator("h4").all_inner_texts() == ["mine", "other"]
+    means = [f"step {step} · mean score 0.313" for step in (3, 2)]  # (2/8 + 3/8) / 2
+    assert columns.locator(".note").all_inner_texts() == means
+    boxes = [columns.nth(number).bounding_box() for number in range(2)]
+    assert boxes[0]["y"] == boxes[1]["y"]
+    assert boxes[0]["x"] < boxes[1]["x"]
+    columns.nth(1).locator(".card").first.click()
+    until(page, "location.hash === '#rows/1/2/3'")
+    opened_row(page, 4, 3)
+    until(page, "document.querySelector('.detail').innerText.includes('No other run has a row with this prompt')")
+
+
 def test_a_run_that_is_being_written_comes_in_by_itself(tmp_path, window):
     run = tmp_path / "live"
     (run / SAMPLES).mkdir(parents=True)

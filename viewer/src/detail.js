@@ -1,4 +1,5 @@
-// One row: what was asked, what was answered, why it has its score, its group, and the same prompt in other steps.
+// One row: what was asked, what was answered, why it has its score, its group, and the same prompt in other steps and
+// runs.
 
 import { chart } from "./charts.js";
 import { command, el, heading, text } from "./dom.js";
@@ -9,8 +10,9 @@ import { choices, strip } from "./tokens.js";
 const GROUP = 24; // cards of a group, and of the prompt's other steps, shown at first
 const LONG = 1200; // letters of a prompt that are shown at first
 
-// The pane of a row. `data` has {rows, row, run, file, images}; `open(row)` goes to another one.
-export function detail({ rows, row, run, file, images }, { open, numbers, coloured }) {
+// The pane of a row. `data` has {rows, row, runs, file, images}; `open(row)` goes to another one.
+export function detail({ rows, row, runs, file, images }, { open, numbers, coloured }) {
+  const run = runs[rows.get("run", row)];
   const group = rows.group(row).sort((a, b) => order(rows, a, b));
   const parts = [
     facts(rows, row, run),
@@ -20,6 +22,7 @@ export function detail({ rows, row, run, file, images }, { open, numbers, colour
     responded(file, numbers, coloured),
     grouped({ rows, row, group }, open),
     over({ rows, row, run }, open),
+    runs.length > 1 ? across({ rows, row, runs, group }, open) : null,
     section(
       "Again",
       ...commands(run, rows.get("step", row)).map(([label, line]) =>
@@ -242,4 +245,28 @@ function over({ rows, row, run }, open) {
     picture.element,
     cards(others, (each) => card(rows, each, row, `step ${rows.get("step", each)}`, open), 12),
   );
+}
+
+// The responses of the row's group beside those of other runs to the same prompt, a column for each run.
+function across({ rows, row, runs, group }, open) {
+  const others = rows.across(row).map((each) => each.sort((a, b) => order(rows, a, b)));
+  if (!others.length)
+    return section(
+      "This prompt in other runs",
+      el("p", { className: "note", textContent: "No other run has a row with this prompt." }),
+    );
+  const column = (members) => {
+    const run = runs[rows.get("run", members[0])];
+    const score = mean(members.map((each) => rows.get("score", each)));
+    const words = [`step ${rows.get("step", members[0])}`, `mean score ${score === null ? "none" : short(score)}`];
+    const name = el("bdi", { textContent: run.title });
+    return el(
+      "div",
+      {},
+      heading(4, el("i", { className: "dot", style: { background: run.color } }), name),
+      el("p", { className: "note", textContent: words.join(" · ") }),
+      cards(members, (each) => card(rows, each, row, counted(rows.get("length", each) ?? 0, "token"), open), 12),
+    );
+  };
+  return section("This prompt in other runs", el("div", { className: "beside" }, ...[group, ...others].map(column)));
 }

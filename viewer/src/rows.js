@@ -75,6 +75,20 @@ export class Rows {
     return this.#same(row, ["run", "prompt_key"]).sort((a, b) => steps[a] - steps[b] || a - b);
   }
 
+  // Rows with the prompt of a row in other runs: for each run those of the step nearest to the row's, the earlier of two.
+  across(row) {
+    const [runs, steps] = [this.columns.get("run"), this.columns.get("step")];
+    const found = new Map();
+    for (const other of this.#same(row, ["prompt_key"])) {
+      if (runs[other] === runs[row]) continue;
+      const nearest = found.get(runs[other])?.[0] ?? other;
+      const [gap, least] = [other, nearest].map((each) => Math.abs(steps[each] - steps[row]));
+      if (gap < least || (gap === least && steps[other] < steps[nearest])) found.set(runs[other], [other]);
+      else if (steps[other] === steps[nearest]) found.set(runs[other], [...(found.get(runs[other]) ?? []), other]);
+    }
+    return [...found.values()];
+  }
+
   // The row of a run, a step and a number in its file; -1 for none.
   find(run, step, number) {
     const [runs, steps, numbers] = ["run", "step", "number"].map((name) => this.columns.get(name));

@@ -130,7 +130,7 @@ export function rowsView(app, { went }) {
       });
       const coloured = (name) => (number = name);
       const go = (other) => choose(other);
-      const data = { rows: app.rows, row: now, run: app.runs[run], file, images };
+      const data = { rows: app.rows, row: now, runs: app.runs, file, images };
       pane.replaceChildren(back, detail(data, { open: go, numbers: { chosen: number }, coloured }));
       pane.scrollTop = 0;
     } catch (error) {

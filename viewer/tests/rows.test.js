@@ -57,6 +57,41 @@ test("groups are of one run and step; a prompt goes over the steps of a run", ()
   assert.deepEqual(rows.over(6), [6, 7]);
 });
 
+test("a prompt is found in other runs, at the step nearest to the row's", () => {
+  const rows = filled();
+  assert.deepEqual(rows.across(0), [[6, 7]]);
+  assert.deepEqual(rows.across(5), [[6, 7]]);
+  assert.deepEqual(rows.across(2), []); // no other run has p1
+  assert.deepEqual(rows.across(6), [[0, 1]]);
+  rows.append(2, step(4, [0.5]));
+  rows.append(1, step(7, [1, 1]));
+  const far = rows.find(2, 4, 0);
+  assert.deepEqual(rows.across(far), [
+    [4, 5],
+    [6, 7], // steps 1 and 7 are as near: the earlier
+  ]);
+  assert.deepEqual(rows.across(rows.find(1, 7, 0)), [[4, 5], [far]]);
+});
+
+test("rows without a prompt's key are compared with none", () => {
+  const rows = new Rows();
+  rows.append(
+    0,
+    new Map([
+      ["step", [1]],
+      ["number", [0]],
+    ]),
+  );
+  rows.append(
+    1,
+    new Map([
+      ["step", [1]],
+      ["number", [0]],
+    ]),
+  );
+  assert.deepEqual(rows.across(0), []);
+});
+
 test("steps are dropped and found again", () => {
   const rows = filled();
   rows.drop(0, new Set([1]));
