@@ -219,5 +219,5 @@ def _settings_of(names: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 def _refuse(wrong: Mapping[str, Exception], named: Mapping[str, tuple[str, str]]) -> None:
     if wrong:
-        hint = "\n  check = false starts all the same"
+        hint = "\n  --no-check, or check = false at the top of the file, starts all the same"
         raise files.SettingsError([f"{named[key][0]} = {named[key][1]!r}: {text}{hint}" for key, text in wrong.items()])

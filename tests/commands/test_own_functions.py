@@ -76,7 +76,7 @@ def test_a_loss_that_would_train_on_in_silence_ends_the_command_before_any_work(
     told = capsys.readouterr().err
     assert "actor.loss.name = 'wrong:mean': mean breaks the law" in told
     assert "the loss has shape [], expected [B, T]" in told
-    assert "check = false starts all the same" in told
+    assert "--no-check, or check = false at the top of the file" in told
     assert not (task / "run").exists()
 
 

@@ -19,7 +19,11 @@ def numbers(state):
     return state.coef.item(), state.error.item(), state.start.item()
 
 
-@given(st.lists(st.floats(0.0, 3.0) | st.none(), max_size=6), st.sampled_from(["nats", "start"]), st.floats(-0.05, 0.2))
+@given(
+    st.lists(st.floats(1e-3, 3.0) | st.sampled_from([0.0, None]), max_size=6),
+    st.sampled_from(["nats", "start"]),
+    st.floats(-0.05, 0.2),
+)
 def test_the_controller_is_its_formula(entropies, unit, coef):
     """Entropies step by step; None is a step without tokens."""
     state, error, start = losses.EntropyState(coef=coef), None, None

@@ -176,7 +176,7 @@ def test_a_run_by_settings_is_refused_before_any_work(tmp_path, named):
     assert "is not a directory with a model" in str(caught.value)
     for name, value in named.items():
         assert f"{name.replace('__', '.')} = {value!r}: " in str(caught.value)
-    assert "check = false starts all the same" in str(caught.value)
+    assert "--no-check, or check = false at the top of the file" in str(caught.value)
 
 
 @pytest.mark.parametrize("off", [{"check": False}, {}])
