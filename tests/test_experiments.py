@@ -396,13 +396,13 @@ def test_a_dry_run_of_exact_rollouts_has_a_ratio_of_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_page_of_families_says_what_their_checks_say(monkeypatch):
+def test_the_tables_of_families_say_what_their_checks_say(monkeypatch):
     monkeypatch.syspath_prepend(EXPERIMENTS)
-    verdicts, page = (importlib.import_module(f"kinds.{x}") for x in ("verdicts", "page"))
+    verdicts, tables = (importlib.import_module(f"kinds.{x}") for x in ("verdicts", "page"))
     kinds = ("qwen2", "gpt2", "bloom", "llava")
-    printed = page.page({kind: verdicts.verdict_of(kind) for kind in kinds}).splitlines()
+    printed = tables.page({kind: verdicts.verdict_of(kind) for kind in kinds}).splitlines()
     assert printed[0] == "3 of 4 types run, 1 of them with images and 0 with videos."
-    kept = (EXPERIMENTS.parent / "docs" / "families.md").read_text().splitlines()
+    kept = (EXPERIMENTS.parent / "docs" / "results" / "families.md").read_text().splitlines()
     ours = [_cells(line) for line in printed if line.startswith("| `")]
     assert len(ours) > len(kinds)
     for types, *rest in ours:
@@ -414,8 +414,12 @@ def test_the_page_of_families_says_what_their_checks_say(monkeypatch):
     assert (
         f"{len(runs)} of {len(runs + refused)} types run, {sees} of them with images and {moves} with videos." in kept
     )
-    readme = " ".join((EXPERIMENTS.parent / "README.md").read_text().split())
+    readme, page = (" ".join((EXPERIMENTS.parent / x).read_text().split()) for x in ("README.md", "docs/families.md"))
     assert f"{len(runs)} of the {len(runs + refused)} types" in readme
+    assert f"{len(runs)} of {len(runs + refused)}, {sees} of them with images and {moves} with videos" in page
+    published, cut, adapted = (sum(row[column] == "yes" for row in runs) for column in (2, 3, 4))
+    for yes in (f"{published} |", f"{cut} |", f"{adapted} |", f"{sees}, {moves} |"):
+        assert yes in page
 
 
 def _cells(line):

@@ -11,9 +11,19 @@ from .pages import PAGES, ROOT, blocks
 DOCS = ROOT / "docs"
 
 
+RESULTS = DOCS / "results"  # what commands print, as it is
+
+
 def test_the_index_links_every_page_and_no_other():
     linked = set(re.findall(r"\]\(([\w/-]+\.md)\)", (DOCS / "index.md").read_text()))
-    assert linked == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"index.md"}
+    pages = {page for page in DOCS.rglob("*.md") if page.parent != RESULTS}
+    assert linked == {str(page.relative_to(DOCS)) for page in pages} - {"index.md"}
+
+
+def test_a_page_links_each_file_of_results():
+    texts = [page.read_text() for page in PAGES if page.parent not in (RESULTS, ROOT)]
+    for file in RESULTS.glob("*.md"):
+        assert any(f"results/{file.name})" in text for text in texts), file.name
 
 
 def test_the_navigation_holds_every_page():

@@ -41,8 +41,8 @@ _SMALL = {  # what makes default configs of mixtures large
 
 
 def ran() -> list[str]:
-    """The types that run with adapters, by the table of docs/families.md."""
-    rows = re.findall(r"^\| `([\w-]+)` \|(.*)\|$", (ROOT / "docs" / "families.md").read_text(), re.M)
+    """The types that run with adapters, by the table of docs/results/families.md."""
+    rows = re.findall(r"^\| `([\w-]+)` \|(.*)\|$", (ROOT / "docs" / "results" / "families.md").read_text(), re.M)
     return [kind for kind, cells in rows if [x.strip() for x in cells.split("|")][:4:3] == ["yes", "yes"]]
 
 

@@ -1,11 +1,8 @@
-"""The museum's table: `python -m tests.museum` prints it, `python -m tests.museum docs/museum.md` writes the page's."""
+"""The museum's tables: `python -m tests.museum > docs/results/museum.md` writes them."""
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 
 from .beside_the_loss import ROOM as BESIDE
 from .estimates import ROOM as ESTIMATES
@@ -35,14 +32,5 @@ def tables() -> Iterable[str]:
         yield from (f"## {name}", "", *HEAD, *rows, "")
 
 
-def written(page: str, lines: Iterable[str]) -> str:
-    """The page with these tables in place of its own."""
-    return re.sub(r"^## .*\Z", lambda match: "\n".join(lines), page, flags=re.DOTALL | re.MULTILINE)
-
-
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        page = Path(sys.argv[1])
-        page.write_text(written(page.read_text("utf-8"), tables()), "utf-8")
-    else:
-        print("\n".join(tables()))
+    print("\n".join(tables()).strip())

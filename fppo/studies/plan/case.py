@@ -71,8 +71,7 @@ CONTEXT = int(0.6 * GIB)  # the CUDA context with torch's kernels
 WORKSPACE = 96 << 20  # cuBLAS's workspace, one per stream: 32 MiB on Hopper and later
 COMMUNICATOR = 256 << 20  # NCCL's buffers of one axis: 4 MiB for each of 16 to 32 channels, and its protocols
 FRAGMENTS = 0.03  # fraction of temporary bytes that torch's allocator holds and cannot use
-# Host memory of a process besides tensors. The first was measured (docs/measurements.md), the second is a usual
-# size.
+# Host memory of a process besides tensors. The first was measured (docs/results/measurements.md), the second is usual.
 PROCESS = 450 << 20  # Python with torch (a build for CPUs), transformers and fppo
 BUILT_FOR_GPUS = 295 << 20  # the additional memory of a build of torch for GPUs in a process without one
 CUDA_PROCESS = int(2.5 * GIB)  # a process with CUDA's libraries loaded

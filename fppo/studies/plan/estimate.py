@@ -28,7 +28,7 @@ COPY_SHARE = 0.8  # fraction of memory bandwidth, for elementwise operations
 LINK_SHARE = 0.8  # fraction of a link's bandwidth, links to the host included
 LAUNCH = 6e-6  # seconds that torch needs to start an operation outside passes
 # and inside a pass, with the modules, seams and graph around it: 3.0e-5 to 5.5e-5 were measured on three hosts of an
-# H100 (docs/measurements.md, "On a GPU"), as milliseconds divided by the number of planned operations
+# H100 (docs/results/measurements.md, "On a GPU"), as milliseconds divided by the number of planned operations
 PASS_LAUNCH = 4e-5
 LATENCY = {False: 2e-5, True: 5e-5}  # seconds of a collective without data, inside a node and between nodes
 ORDER = AXES  # ranks of the last axis are neighbours
