@@ -9,7 +9,8 @@ from pathlib import Path
 
 from fppo.report import charts, summary, view_page, viewed
 from fppo.report.charts import points
-from fppo.runs import held_out, jsonl, sample_files
+from fppo.runs import alarms, held_out, jsonl, sample_files
+from fppo.runs.alarms import Rung
 from fppo.runs.loggers import METRICS
 
 CURVES, REPORT = "curves.png", "report.html"
@@ -39,6 +40,15 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     charts.write_png(charts.panels(records), run_dir / CURVES, title=title)
     view_page.export([run_dir], run_dir / REPORT, most_bytes=MOST_BYTES)
     return run_dir / REPORT
+
+
+def alarms_of(run_dir: str | os.PathLike[str]) -> list[Rung]:
+    """The alarms that ring in a run's metrics. Damaged lines are named on standard error. Raises ValueError for a
+    directory without metrics."""
+    records = summary.merged(jsonl.read(Path(run_dir) / METRICS))
+    if not records:
+        raise ValueError(f"{Path(run_dir) / METRICS}: no metrics to look at; give the output_dir of a run")
+    return alarms.ring(records)
 
 
 def _unreadable(sampled: Mapping[int, Path]) -> Iterator[str]:
