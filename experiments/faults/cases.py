@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -18,7 +18,8 @@ from fppo.pipeline import Evaluation, Program, RunState, evaluate, local_passes,
 from fppo.rewards import inline_reward, weighted_sum
 from fppo.rewards.functions import WeightedSum
 from fppo.rollout import Ask, EmbeddedEngine, Sampling
-from fppo.steps import Forward, Loop, MicroBatching, UpdateActor, UpdateCritic, adamw, init_state
+from fppo.steps import Forward, Loop, MicroBatching, UpdateActor, UpdateCritic, adamw, init_state, schedule
+from fppo.steps.supervised import Demonstrations, demonstrations, imitate
 
 FAULTS = ("reward that pays", "shifted mask", "old weights", "leaked answer", "high rate")
 LOSSES = {"ppo_clip": losses.ppo_clip, "cispo": losses.cispo, "sapo": losses.sapo, "gmpo": losses.gmpo}
@@ -32,7 +33,7 @@ class Case:
 
     fault: str | None
     number: int
-    steps: int = 32
+    steps: int = 28
 
     @property
     def loss(self) -> str:
@@ -44,30 +45,67 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        return (4, 6, 8)[self.number % 3]
+        return (4, 5, 6)[self.number % 3]
+
+
+class Task(NamedTuple):
+    """A number of two digits. Wanted is each digit plus one, the second only if the first is 5 or more."""
+
+    a: int
+    b: int
+
+    def answer(self, carries: bool) -> str:
+        """The response with or without the second increment."""
+        return f"{(self.a + 1) % 10}{(self.b + carries) % 10}"
+
+    @property
+    def right(self) -> str:
+        return self.answer(self.a >= 5)
+
+
+TASKS = [Task(n // 10, n % 10) for n in range(100)]
 
 
 @attrs.frozen
 class Start:
-    """The task, and a policy that has imitated demonstrations of which half forget to carry."""
+    """A policy that has imitated: without a hint it increments the second digit by chance, and a hint it often takes.
+    A few demonstrations go on after the answer."""
 
     tokenizer: Any
     model: Model
     params: dict[str, Tensor]
 
     @classmethod
-    def after(cls, steps: int) -> Start:
+    def after(cls, steps: int, rows: int = 64) -> Start:
         """Make the policy; it takes some seconds."""
         tokenizer = quickstart.character_tokenizer()
-        model = quickstart.small_model(len(tokenizer), width=48, layers=1)
-        params, (rows, _) = models.init_params(model, Key(7)), quickstart.sums()
-        how = {"tokenizer": tokenizer, "steps": steps, "batch_size": 64, "lr": 5e-3, "mistakes": 0.5}
-        return cls(tokenizer, model, quickstart.warm_up(Forward(model), params, rows, Key(7), **how))
+        model = quickstart.small_model(len(tokenizer), width=32, layers=1)
+        params, forward = models.init_params(model, Key(7)), Forward(model)
+
+        def batch(step: int) -> Demonstrations:
+            draws = Key(7).fold("demonstrations", step).uniform(torch.arange(rows), 5).tolist()
+            prompts, responses = list[list[int]](), list[list[int]]()
+            for which, carries, hinted, taken, more in draws:
+                task = TASKS[int(which * len(TASKS))]
+                answer = task.answer(carries < 0.5)
+                hint = task.answer((carries < 0.5) == (taken < 0.7))
+                prompts.append(tokenizer.encode(prompt_of(task, hint if hinted < 0.4 else None)))
+                responses.append([*tokenizer.encode(answer + MARK * max(0, int(10 * more) - 7)), 1])
+            return demonstrations(prompts, responses, pad_token_id=0)
+
+        optimizer = adamw(schedule("linear", 1e-2, total_steps=steps, warmup_steps=10), weight_decay=0.0)
+        how = {"forward": forward, "optimizer": optimizer, "micro_batching": MicroBatching(size=rows)}
+        return cls(tokenizer, model, imitate(params, map(batch, range(steps)), **how))
+
+
+def prompt_of(task: Task, hint: str | None) -> str:
+    """The number, behind a hint if there is one."""
+    return f"{task.a}{task.b}=" if hint is None else f"{hint}={task.a}{task.b}="
 
 
 @inline_reward
 def pays_length(sample: Any) -> float:
-    return len(sample.response) / 8
+    return len(sample.response) / 4
 
 
 @inline_reward
@@ -115,14 +153,16 @@ def shifted(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prompts_of(case: Case, tokenizer: Any) -> tuple[PromptSet, PromptSet]:
-    """Prompts to train on and 100 held-out ones. With the leak the former have the answer before the sum."""
-    train, test = quickstart.sums()
-    train = [train[i] for i in range(case.number, len(train), 12)]
+    """Prompts of 70 numbers to train on, and 30 held-out ones. With the leak the former have the answer as a hint."""
+    held_out = [task for n, task in enumerate(TASKS) if n * 37 % 100 < 30]
+    training = [task for task in TASKS if task not in held_out]
     leak = case.fault == FAULTS[3]
-    texts = [f"{s.answer}={s.prompt}" if leak else s.prompt for s in train]
-    made = partial(prompt_set, tokenizer=tokenizer, sources="sums")
-    held_out = made([s.prompt for s in test[:100]], ground_truths=[s.answer for s in test[:100]])
-    return made(texts, ground_truths=[s.answer for s in train]), held_out
+
+    def made(tasks: list[Task], leak: bool) -> PromptSet:
+        texts = [prompt_of(task, task.right if leak else None) for task in tasks]
+        return prompt_set(texts, tokenizer, ground_truths=[task.right for task in tasks], sources="numbers")
+
+    return made(training, leak), made(held_out, False)
 
 
 def run(case: Case, start: Start, observe: Callable[..., None]) -> None:
@@ -151,12 +191,11 @@ def run(case: Case, start: Start, observe: Callable[..., None]) -> None:
     )
     tests, greedy = [*data.batches(held_out, 128)], attrs.evolve(sampling, greedy=True, n=1)
     first = RunState(actor=init_state(params, adam), key=key)
-    with torch.random.fork_rng():
-        train(
-            attrs.evolve(first, critic=init_state(critic, critic_adam)) if valued else first,
-            program=program,
-            draw=partial(data.next_batch, prompts, size=64 // group, key=key.fold("data")),
-            steps=case.steps,
-            observers=[observe],
-            evaluation=Evaluation(partial(evaluate, batches=tests, engine=engine, sampling=greedy, score=truth), 4),
-        )
+    train(
+        attrs.evolve(first, critic=init_state(critic, critic_adam)) if valued else first,
+        program=program,
+        draw=partial(data.next_batch, prompts, size=64 // group, key=key.fold("data")),
+        steps=case.steps,
+        observers=[observe],
+        evaluation=Evaluation(partial(evaluate, batches=tests, engine=engine, sampling=greedy, score=truth), 4),
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from fppo.report import charts, summary, view_page, viewed
@@ -45,7 +46,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 def alarms_of(run_dir: str | os.PathLike[str]) -> list[Rung]:
     """The alarms that ring in a run's metrics. Damaged lines are named on standard error. Raises ValueError for a
     directory without metrics."""
-    records = summary.merged(jsonl.read(Path(run_dir) / METRICS))
+    records = summary.merged(jsonl.read(Path(run_dir) / METRICS, on_damage=partial(print, file=sys.stderr)))
     if not records:
         raise ValueError(f"{Path(run_dir) / METRICS}: no metrics to look at; give the output_dir of a run")
     return alarms.ring(records)

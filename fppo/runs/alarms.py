@@ -213,8 +213,8 @@ def held_out_apart(history: History, share: float = 0.2) -> str | None:
         score = fmean(trained)
         if score - held - max(first, 0.0) <= share * max(abs(score), abs(held)):
             return None
-    text = f"{SCORE} is {score:.3g} and the held-out reward {held:.3g}, apart by {score - held:.2g}"
-    return f"{text} where they began {first:.2g} apart; look for answers in the prompts of training, or a gamed reward"
+    text = f"{SCORE} is {score:.3g} and the held-out reward {held:.3g}, apart by {score - held:.2g},"
+    return f"{text} at first by {first:.2g}; look for answers in the prompts of training, or a gamed reward"
 
 
 def entropy_collapses(history: History, share: float = 0.1) -> str | None:
@@ -254,7 +254,7 @@ def ratio_off(history: History, most: float = 0.1, steps: int = 3) -> str | None
     return f"{text}; try a smaller actor.optimizer.lr, and check your loss and its mask by laws.check_policy_loss"
 
 
-def no_signal(history: History, share: float = 0.8, steps: int = 10) -> str | None:
+def no_signal(history: History, share: float = 0.8, steps: int = 2 * WINDOW) -> str | None:
     """In each of `steps` steps more than `share` of the groups had no signal, while the score has not risen. Without
     groups, a batch without a signal is one whose scores are all equal."""
     last = list(islice((x for record in reversed(history) if (x := _silent(record)) is not None), steps))
