@@ -79,7 +79,7 @@ def batch_metrics(batch: Experience, *, max_tokens: int) -> Metrics:
         **_spread("prompt_length", prompt),
         "response_length/clip_ratio": metrics.masked_mean(cut.double(), torch.ones_like(cut)),
         "response_length/limit": metrics.mean(float(max_tokens)),
-        "response_repeated": _repeated(batch.tokens[:, -width:], mask),
+        "rollout/repeated": _repeated(batch.tokens[:, -width:], mask),
         **_alike(batch.outcome, batch.groups),
     }
     if batch.values is not None:

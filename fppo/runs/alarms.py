@@ -319,7 +319,7 @@ def _of(name: str, factor: float, least: float) -> Alarm:
 ALARMS: Mapping[str, Alarm] = {
     "parts": Alarm(reads=("reward/*",), check=parts_apart),
     "length": _of("response_length/mean", 1.5, 1.0),
-    "repetition": _of("response_repeated", 2.0, 0.1),
+    "repetition": _of("rollout/repeated", 2.0, 0.1),
     "held_out": Alarm(reads=(SCORE, HELD_OUT), check=held_out_apart),
     "entropy": Alarm(reads=("actor/entropy", SCORE), check=entropy_collapses),
     "clip": Alarm(reads=("actor/pg_clipfrac",), check=clipped),

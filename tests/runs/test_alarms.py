@@ -44,7 +44,7 @@ def flat(t):
     return 0.5 + noisy(t)
 
 
-LENGTH, REPEATED, ALIKE = "response_length__mean", "response_repeated", "rollout__groups__alike"
+LENGTH, REPEATED, ALIKE = "response_length__mean", "rollout__repeated", "rollout__groups__alike"
 RETURNS = {"critic__returns__min": lambda t: 0.0, "critic__returns__max": lambda t: 1.0}
 EXPLAINED, K3 = "critic__vf_explained_var", "rollout_corr__k3_kl"
 UP, DOWN = rising, lambda t: rising(t, 0.6, 0.2)
@@ -145,7 +145,8 @@ def test_a_sentence_names_a_metric_its_newest_value_and_where_to_look(name, faul
     ("name", "step"), [("clip", 23), ("ratio", 23), ("groups", 11), ("critic", 19), ("entropy", 18)]
 )
 def test_an_alarm_rings_at_the_first_step_that_shows_it(name, step):
-    """By hand: three steps from 21 on; twelve; twenty; and six below a tenth of the mean of the first six, so below 0.0615 from step 13 on."""
+    """By hand: three steps from 21 on; twelve; twenty; and six below a tenth of the mean of the first six,
+    which is 0.615: from 13 on."""
     assert [each.step for each in ring(TWINS[name][0][0])] == [step]
 
 
@@ -189,7 +190,7 @@ HEALTHY = {
     "rollout_corr/k3_kl": st.floats(0, 0.05),
     "rollout/groups/alike": st.floats(0, 0.7),
     "response_length/mean": st.floats(1, 1e4),
-    "response_repeated": st.floats(0, 1),
+    "rollout/repeated": st.floats(0, 1),
     "reward/a": st.floats(-1, 1),
     "reward/b": st.floats(-1, 1),
     "critic/score/mean": st.floats(-1, 1),
