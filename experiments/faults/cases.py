@@ -33,7 +33,7 @@ class Case:
 
     fault: str | None
     number: int
-    steps: int = 28
+    steps: int = 24
 
     @property
     def loss(self) -> str:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice, pairwise
-from statistics import fmean
 from typing import Any
 
 import attrs
@@ -102,6 +101,11 @@ def _numbers(records: Iterable[Record], name: str) -> Iterator[float]:
     return (x for record in records if (x := _number(record, name)) is not None)
 
 
+def _mean(numbers: Sequence[float]) -> float:
+    """The mean; unlike the library's it may be infinite."""
+    return sum(numbers) / len(numbers)
+
+
 @attrs.frozen
 class Change:
     """The mean of a metric over its first steps and over its newest, and the standard error of their difference."""
@@ -132,8 +136,8 @@ def change(history: History, name: str, window: int = WINDOW) -> Change | None:
     if len(first) < 2 * window:
         return None
     early, late = first[:window], list(islice(_numbers(reversed(history), name), window))
-    jumps = [(b - a) ** 2 for line in (early, late) for a, b in pairwise(line)]
-    return Change(fmean(early), fmean(late), math.sqrt(fmean(jumps) / window))  # a jump's variance is twice a number's
+    jumps = [(b - a) * (b - a) for line in (early, late) for a, b in pairwise(line)]
+    return Change(_mean(early), _mean(late), math.sqrt(_mean(jumps) / window))  # a jump's variance is twice a number's
 
 
 def _lasts(history: History, name: str, steps: int, holds: Callable[[float], bool]) -> float | None:
@@ -148,7 +152,7 @@ def _lasts(history: History, name: str, steps: int, holds: Callable[[float], boo
 def _held_out(record: Record) -> float | None:
     """The mean held-out reward over the sources of an evaluation."""
     found = [x for name in record if fnmatchcase(name, HELD_OUT) and (x := _number(record, name)) is not None]
-    return fmean(found) if found else None
+    return _mean(found) if found else None
 
 
 def _learns(history: History) -> bool:
@@ -203,14 +207,14 @@ def held_out_apart(history: History, share: float = 0.2) -> str | None:
     places = [place for place, record in enumerate(history) if _held_out(record) is not None]
     if len(places) < 3:
         return None
-    start = fmean(islice(_numbers(history, SCORE), WINDOW))
+    start = _mean(list(islice(_numbers(history, SCORE), WINDOW)))
     first = start - (_held_out(history[places[0]]) or 0.0)
     for place in places[-2:]:
         trained = list(islice(_numbers(reversed(history[: place + 1]), SCORE), WINDOW))
         held = _held_out(history[place]) or 0.0
         if not trained:
             return None
-        score = fmean(trained)
+        score = _mean(trained)
         if score - held - max(first, 0.0) <= share * max(abs(score), abs(held)):
             return None
     text = f"{SCORE} is {score:.3g} and the held-out reward {held:.3g}, apart by {score - held:.2g},"
@@ -224,7 +228,7 @@ def entropy_collapses(history: History, share: float = 0.1) -> str | None:
     first = list(islice(_numbers(history, name), 2 * WINDOW))
     if len(first) < 2 * WINDOW:
         return None
-    start = fmean(first[:WINDOW])
+    start = _mean(first[:WINDOW])
     x = _lasts(history, name, WINDOW, lambda x: x < share * start)
     if x is None or _learns(history):
         return None

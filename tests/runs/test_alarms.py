@@ -6,17 +6,20 @@ import json
 import math
 import statistics
 from fnmatch import fnmatchcase
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fppo.commands import cli
+from fppo.key import Key
+from fppo.pipeline import RunState
+from fppo.pipeline.train import StepRecord
 from fppo.report import viewed, write
 from fppo.runs import jsonl
 from fppo.runs.alarms import ALARMS, Alarms, change, ring
 from fppo.settings import files
+from fppo.steps.train_state import TrainState
 from tests import tiny_run
 
 HELD = "val-core/sums/reward/mean@1"
@@ -152,7 +155,7 @@ def test_an_alarm_rings_at_the_first_step_that_shows_it(name, step):
 
 NAMES = [*{name for each in ALARMS.values() for name in each.reads if "*" not in name}]
 NAMES += [HELD, "val-core/other/reward/mean@8", "reward/a", "reward/b", "reward/errors", "actor/grad_norm"]
-ODD = st.sampled_from([None, math.nan, math.inf, -math.inf, "text", 0, -1, 1e300])
+ODD = st.sampled_from([None, math.nan, math.inf, -math.inf, "text", 0, -1, 1e300, 1e308])
 VALUES = st.one_of(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0, 20.0]), ODD)
 
 
@@ -223,7 +226,8 @@ def test_a_change_is_that_of_a_loop(values, window):
 
 
 def record_of(line):
-    return SimpleNamespace(run=SimpleNamespace(step=line["step"]), metrics=line)
+    state = TrainState(params={}, opt=None, step=0)
+    return StepRecord(run=RunState(actor=state, key=Key(0), step=line["step"]), experience=None, metrics=line)
 
 
 @pytest.mark.parametrize("cut", [0, 10, 22, 30])
