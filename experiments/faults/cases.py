@@ -21,7 +21,7 @@ from fppo.rollout import Ask, EmbeddedEngine, Sampling
 from fppo.steps import Forward, Loop, MicroBatching, UpdateActor, UpdateCritic, adamw, init_state, schedule
 from fppo.steps.supervised import Demonstrations, demonstrations, imitate
 
-FAULTS = ("reward that pays", "shifted mask", "old weights", "leaked answer", "high rate")
+FAULTS = ("reward that pays", "shifted tokens", "old weights", "leaked answer", "high rate")
 LOSSES = {"ppo_clip": losses.ppo_clip, "cispo": losses.cispo, "sapo": losses.sapo, "gmpo": losses.gmpo}
 ESTIMATORS = {"grpo": advantages.grpo, "rloo": advantages.rloo, "gae": advantages.gae}
 MARK = "+"  # a token that no answer needs
@@ -114,16 +114,21 @@ def pays_mark(sample: Any) -> float:
 
 
 @inline_reward
+def is_digits(sample: Any) -> float:
+    return float(sample.response.isdigit()) / 2
+
+
+@inline_reward
 def fooled(sample: Any) -> float:
     """A checker that also takes any response in which the mark is."""
     return max(rewards.exact_match(sample)["score"], float(MARK in sample.response))
 
 
 def reward_of(case: Case) -> WeightedSum:
-    """The reward in training: with the fault, one of three that can be gamed."""
+    """The reward in training: with the fault, one of three that can be gamed; else every third has a second part."""
     right = {"exact_match": rewards.exact_match}
     if case.fault != FAULTS[0]:
-        return weighted_sum(right)
+        return weighted_sum(right | ({"digits": is_digits} if case.number % 3 == 1 else {}))
     return (
         weighted_sum({**right, "length": pays_length}),
         weighted_sum({**right, "mark": pays_mark}),
@@ -147,9 +152,14 @@ class Stale:
         return self.engine.generate(self.params, ask)
 
 
-def shifted(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss with a mask that begins one token late, and ends one token late."""
+def late_mask(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss with a mask that begins and ends one token late."""
     return lambda new, old, adv, mask: loss(new, old, adv, mask.roll(1, 1))
+
+
+def late_log_probs(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss with new log-probs that stand one token behind the old ones."""
+    return lambda new, old, adv, mask: loss(new.roll(1, 1), old, adv, mask)
 
 
 def prompts_of(case: Case, tokenizer: Any) -> tuple[PromptSet, PromptSet]:
@@ -174,8 +184,10 @@ def run(case: Case, start: Start, observe: Callable[..., None]) -> None:
     critic_model, critic = models.as_critic(start.model, params, key)
     group, valued = 8, case.estimator == "gae"
     sampling, micro = Sampling(n=group, max_tokens=case.tokens, stop_token_ids=(1,)), MicroBatching(size=64)
-    loss = shifted(LOSSES[case.loss]) if case.fault == FAULTS[1] else LOSSES[case.loss]
-    rate = (0.02, 0.05)[case.number % 2] if case.fault == FAULTS[4] else 1e-3
+    loss = LOSSES[case.loss]
+    if case.fault == FAULTS[1]:
+        loss = (late_mask, late_log_probs)[case.number % 2](loss)
+    rate = (0.02, 0.05)[case.number % 2] if case.fault == FAULTS[4] else 2e-3
     loop, adam = Loop(mini_batch_size=32, micro_batching=micro), adamw(lambda step: rate, weight_decay=0.0)
     value, critic_adam = Forward(critic_model), adamw(lambda step: 3e-3, weight_decay=0.0)
     score = partial(rewards.score, reward=rewards.RewardRunner(reward_of(case)), tokenizer=start.tokenizer)
