@@ -238,8 +238,8 @@ def _report(given: Arguments) -> None:
 
     with output.shown(given.options.json) as show:
         if given.options.alarms:
-            rung = report.alarms_of(given.options.run)
-            show("\n".join(map(str, rung)) or "no alarm", {"alarms": [attrs.asdict(each) for each in rung]})
+            found = report.alarms_of(given.options.run)
+            show("\n".join(map(str, found)) or "no alarm", {"alarms": [attrs.asdict(each) for each in found]})
             return
         page = report.write_report(given.options.run)
         show(str(page), {"report": str(page), "curves": str(page.with_name(report.CURVES))})

@@ -11,7 +11,7 @@ from pathlib import Path
 from fppo.report import charts, summary, view_page, viewed
 from fppo.report.charts import points
 from fppo.runs import alarms, held_out, jsonl, sample_files
-from fppo.runs.alarms import Rung
+from fppo.runs.alarms import Finding
 from fppo.runs.loggers import METRICS
 
 CURVES, REPORT = "curves.png", "report.html"
@@ -43,7 +43,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     return run_dir / REPORT
 
 
-def alarms_of(run_dir: str | os.PathLike[str]) -> list[Rung]:
+def alarms_of(run_dir: str | os.PathLike[str]) -> list[Finding]:
     """The alarms that ring in a run's metrics. Damaged lines are named on standard error. Raises ValueError for a
     directory without metrics."""
     records = summary.merged(jsonl.read(Path(run_dir) / METRICS, on_damage=partial(print, file=sys.stderr)))

@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from itertools import islice, pairwise
 from typing import Any
 
@@ -40,7 +41,7 @@ class Alarm:
 
 
 @attrs.frozen(kw_only=True)
-class Rung:
+class Finding:
     """An alarm, the first step at which it rang, and why."""
 
     step: int
@@ -51,25 +52,27 @@ class Rung:
         return f"step {self.step}: {self.text} (alarm {self.alarm})"
 
 
-def ring(records: Iterable[Record]) -> list[Rung]:
+def ring(records: Iterable[Record]) -> list[Finding]:
     """The alarms that ring in these records, each once, in order of steps. Records without a step are left out."""
-    history, silent, rung = list[Record](), dict(ALARMS), list[Rung]()
+    history, silent, found = list[Record](), dict(ALARMS), list[Finding]()
     for record in records:
-        if isinstance(record.get("step"), int):
-            rung += _newly(history, record, silent)
-    return rung
+        found += _newly(history, record, silent)
+    return found
 
 
-def _newly(history: list[Record], record: Record, silent: dict[str, Alarm]) -> list[Rung]:
+def _newly(history: list[Record], record: Record, silent: dict[str, Alarm]) -> list[Finding]:
     """Append a record to a history, and move alarms that ring at it from `silent` to the result."""
+    if not isinstance(record.get("step"), int):
+        return []
     history.append({name: x for name, x in record.items() if name == "step" or _is_read(name)})
     texts = {name: alarm.check(history) for name, alarm in silent.items()}
-    rung = [Rung(step=record["step"], alarm=name, text=text) for name, text in texts.items() if text is not None]
-    for each in rung:
+    found = [Finding(step=record["step"], alarm=name, text=text) for name, text in texts.items() if text is not None]
+    for each in found:
         del silent[each.alarm]
-    return rung
+    return found
 
 
+@cache
 def _is_read(name: str) -> bool:
     return any(fnmatchcase(name, pattern) for alarm in ALARMS.values() for pattern in alarm.reads)
 
