@@ -29,7 +29,12 @@ WINDOW = 6  # steps of a mean; the standard error of one number's mean over them
 SURE = 4.0  # standard errors of a change that is not chance; a run asks this of a few numbers in thousands of steps
 SCORE = "critic/score/mean"
 HELD_OUT = "val-core/*/reward/mean@*"
-NOT_PARTS = ("errors", "timeouts", "unscored", "reverse_kl", "judge_*", "model_*")  # reward/... that are no scores
+PARTS = ("reward/*",)
+NOT_PARTS = (
+    *(f"reward/{x}" for x in ("errors", "timeouts", "unscored", "reverse_kl")),
+    "reward/judge_*",
+    "reward/model_*",
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -64,7 +69,7 @@ def _newly(history: list[Record], record: Record, silent: dict[str, Alarm]) -> l
     """Append a record to a history, and move alarms that ring at it from `silent` to the result."""
     if not isinstance(record.get("step"), int):
         return []
-    history.append({name: x for name, x in record.items() if name == "step" or _is_read(name)})
+    history.append({name: x for name, x in record.items() if name == "step" or _matches(name, ALL_READ)})
     texts = {name: alarm.check(history) for name, alarm in silent.items()}
     found = [Finding(step=record["step"], alarm=name, text=text) for name, text in texts.items() if text is not None]
     for each in found:
@@ -73,8 +78,8 @@ def _newly(history: list[Record], record: Record, silent: dict[str, Alarm]) -> l
 
 
 @cache
-def _is_read(name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for alarm in ALARMS.values() for pattern in alarm.reads)
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 class Alarms:
@@ -154,7 +159,7 @@ def _lasts(history: History, name: str, steps: int, holds: Callable[[float], boo
 
 def _held_out(record: Record) -> float | None:
     """The mean held-out reward over the sources of an evaluation."""
-    found = [x for name in record if fnmatchcase(name, HELD_OUT) and (x := _number(record, name)) is not None]
+    found = [x for name in record if _matches(name, (HELD_OUT,)) and (x := _number(record, name)) is not None]
     return _mean(found) if found else None
 
 
@@ -173,8 +178,7 @@ def parts_apart(history: History, share: float = 0.15) -> str | None:
     Parts that are traded against each other on purpose do so, too, such as a penalty for length: 15 % keeps small
     trades silent.
     """
-    names = [name for name in history[-1] if fnmatchcase(name, "reward/*")]
-    names = [name for name in names if not any(fnmatchcase(name, f"reward/{other}") for other in NOT_PARTS)]
+    names = [name for name in history[-1] if _matches(name, PARTS) and not _matches(name, NOT_PARTS)]
     if len(names) < 2:
         return None
     changes = {name: x for name in names if (x := change(history, name)) is not None}
@@ -324,7 +328,7 @@ def _of(name: str, factor: float, least: float) -> Alarm:
 
 
 ALARMS: Mapping[str, Alarm] = {
-    "parts": Alarm(reads=("reward/*",), check=parts_apart),
+    "parts": Alarm(reads=PARTS, check=parts_apart),
     "length": _of("response_length/mean", 1.5, 1.0),
     "repetition": _of("rollout/repeated", 2.0, 0.1),
     "held_out": Alarm(reads=(SCORE, HELD_OUT), check=held_out_apart),
@@ -341,3 +345,4 @@ ALARMS: Mapping[str, Alarm] = {
     ),
     "engine": Alarm(reads=("rollout_corr/k3_kl", "rollout/lag"), check=engine_gap),
 }
+ALL_READ = tuple(sorted({pattern for alarm in ALARMS.values() for pattern in alarm.reads}))
