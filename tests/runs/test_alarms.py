@@ -263,15 +263,19 @@ def test_a_report_of_alarms_needs_metrics(tmp_path):
         write.alarms_of(tmp_path)
 
 
+def half_clipped(record):
+    """An observer that says of every step that half of its tokens were clipped."""
+    return {"actor/pg_clipfrac": 0.5}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("on", [True, False])
-def test_a_run_prints_its_alarms_unless_they_are_off(tmp_path, capsys, on):
-    """A rate of 1 leaves the clip at once."""
+def test_a_run_prints_its_alarms_once_unless_they_are_off(tmp_path, capsys, on):
     tiny_run.write_task(tmp_path)
-    hot = {"actor__optimizer__lr": 1.0, "actor__epochs": 4, "eval__before": False}
-    files.save(tiny_run.settings(tmp_path, log__alarms=on, **hot), tmp_path / "run.toml")
-    assert cli.main(["train", str(tmp_path / "run.toml")]) == 0
-    rung = ring(jsonl.read(tmp_path / "run" / "metrics.jsonl"))
-    assert rung
-    said = [line for line in capsys.readouterr().err.splitlines() if "(alarm " in line]
-    assert said == ([str(each) for each in rung] if on else [])
+    own = {"log__observers": ["tests.runs.test_alarms:half_clipped"], "eval__before": False}
+    files.save(tiny_run.settings(tmp_path, log__alarms=on, **own), tmp_path / "run.toml")
+    for steps in (4, 5):  # the second goes on
+        assert cli.main(["train", str(tmp_path / "run.toml"), "--steps", str(steps)]) == 0
+    (found,) = (each for each in ring(jsonl.read(tmp_path / "run" / "metrics.jsonl")) if each.alarm == "clip")
+    assert found.step == 3
+    assert capsys.readouterr().err.count(str(found)) == on
