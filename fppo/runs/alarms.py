@@ -216,16 +216,18 @@ def held_out_apart(history: History, share: float = 0.2) -> str | None:
         return None
     start = _mean(list(islice(_numbers(history, SCORE), WINDOW)))
     first = start - (_held_out(history[places[0]]) or 0.0)
-    for place in places[-2:]:
-        trained = list(islice(_numbers(reversed(history[: place + 1]), SCORE), WINDOW))
-        held = _held_out(history[place]) or 0.0
-        if not trained:
-            return None
-        score = _mean(trained)
-        if score - held - max(first, 0.0) <= share * max(abs(score), abs(held)):
-            return None
+    pairs = [_scores(history[: place + 1]) for place in places[-2:]]
+    if not all(a - b - max(first, 0.0) > share * max(abs(a), abs(b)) for a, b in pairs):
+        return None
+    score, held = pairs[-1]
     text = f"{SCORE} is {score:.3g} and the held-out reward {held:.3g}, apart by {score - held:.2g},"
     return f"{text} at first by {first:.2g}; look for answers in the prompts of training, or a gamed reward"
+
+
+def _scores(history: History) -> tuple[float, float]:
+    """The mean score of the newest steps of training, nan without any, and the newest step's held-out reward."""
+    trained = list(islice(_numbers(reversed(history), SCORE), WINDOW))
+    return _mean(trained) if trained else math.nan, _held_out(history[-1]) or 0.0
 
 
 def entropy_collapses(history: History, share: float = 0.1) -> str | None:
