@@ -36,7 +36,11 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     if not records:
         hints = ["is it the output_dir of a run that logged to jsonl and finished a step?", *state["notes"]]
         raise ValueError(f"{run_dir / METRICS}: no metrics to report; {'; '.join(hints)}")
-    for text in (*state["notes"], *_unreadable(sample_files.files(run_dir / sample_files.SAMPLES))):
+    printed = set(map(str, alarms.ring(records)))  # by the run itself
+    for text in (
+        *(x for x in state["notes"] if x not in printed),
+        *_unreadable(sample_files.files(run_dir / sample_files.SAMPLES)),
+    ):
         print(text, file=sys.stderr)
     charts.write_png(charts.panels(records), run_dir / CURVES, title=title)
     view_page.export([run_dir], run_dir / REPORT, most_bytes=MOST_BYTES)
