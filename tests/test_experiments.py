@@ -69,6 +69,25 @@ def test_custom_loss(monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_alarms(tmp_path, monkeypatch, capsys):
+    """Each run is a line of the file, and is not run again; the table counts those in which an alarm rang."""
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    module, out = _load("alarms"), tmp_path / "alarms.jsonl"
+    few = [attrs.evolve(case, steps=2) for case in module.cases(0, 1) if case.fault is not None or case.number == 0]
+    monkeypatch.setattr(module, "cases", lambda first, rounds: few)
+    module.main(str(out), warm_up=2)
+    lines = jsonl.read(out)
+    assert [(line["fault"], len(line["records"])) for line in lines] == [(case.fault, 3) for case in few]
+    written = out.read_bytes()
+    module.main(str(out), warm_up=2)
+    assert out.read_bytes() == written
+    clipped = [{"step": step, "actor/pg_clipfrac": 0.5} for step in range(4)]
+    table = module.table([{"fault": None, "records": clipped}, {"fault": None, "records": clipped[:2]}])
+    assert "| nothing | 2 | 1 | 2 | clip 1 |" in table
+    assert len(capsys.readouterr().out.splitlines()) == 2 * (2 + 1 + len(module.FAULTS))
+
+
+@pytest.mark.slow
 def test_kuhn(tmp_path):
     more = ("steps=8", "rollout.environment.eval_episodes=256", "eval.every=0", "rollout.batch_size=256")
     assert _load("kuhn").main(tmp_path / "run", more=more) == 0

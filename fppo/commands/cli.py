@@ -232,11 +232,15 @@ def _serve(given: Arguments) -> int:
 
 
 def _report(given: Arguments) -> None:
-    """Draw the curves of a run and write its report.html: fppo report RUN"""
+    """Draw the curves of a run and write its report.html, or print its alarms: fppo report RUN [--alarms]"""
     from fppo.commands import output
     from fppo.report import write as report
 
     with output.shown(given.options.json) as show:
+        if given.options.alarms:
+            found = report.alarms_of(given.options.run)
+            show("\n".join(map(str, found)) or "no alarm", {"alarms": [attrs.asdict(each) for each in found]})
+            return
         page = report.write_report(given.options.run)
         show(str(page), {"report": str(page), "curves": str(page.with_name(report.CURVES))})
 
@@ -408,7 +412,7 @@ COMMANDS: dict[str, Command] = {
     "replay": Command(_replay, "RUN --step N [--nproc N] [--device DEVICE]", options.Replay, launch=("--nproc",)),
     "export": Command(_export, f"RUN TARGET {_OPTION}", options.Export),
     "serve": Command(_serve, f"RUN|MODEL [MODEL ...] {_OPTION}", options.ServeOptions),
-    "report": Command(_report, "RUN [--json]", options.Report),
+    "report": Command(_report, "RUN [--alarms] [--json]", options.Report),
     "view": Command(_view, f"RUN [RUN ...] [--export FILE.html] {_OPTION}", options.ViewOptions),
     "trace": Command(_trace, "RUN [--out FILE]", options.TraceOptions),
     "diff": Command(_diff, "RUN RUN [--json]", options.DiffOptions),

@@ -129,8 +129,10 @@ class Report:
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")] = setting(attrs.NOTHING, place)
     """The output_dir of the run."""
+    alarms: bool = False
+    """Write no files, and print what went wrong in the run, by its metrics, and when."""
     json: str | None = setting(None, place, output_file)
-    """Write the names of the files to this JSON file; -, or nothing behind it: print them as JSON."""
+    """Write the names of the files, or the alarms, to this JSON file; -, or nothing behind it: print them as JSON."""
 
 
 @attrs.frozen(kw_only=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from fppo import devices, metrics
 from fppo.batch import Experience
 from fppo.key import Key
-from fppo.metrics import Metrics
+from fppo.metrics import Metric, Metrics
 from fppo.models import flops
 from fppo.pipeline.pretrain import explained_variance
 from fppo.pipeline.program import UpdateStage
@@ -79,11 +79,36 @@ def batch_metrics(batch: Experience, *, max_tokens: int) -> Metrics:
         **_spread("prompt_length", prompt),
         "response_length/clip_ratio": metrics.masked_mean(cut.double(), torch.ones_like(cut)),
         "response_length/limit": metrics.mean(float(max_tokens)),
+        "rollout/repeated": _repeated(batch.tokens[:, -width:], mask),
+        **_alike(batch.outcome, batch.groups),
     }
     if batch.values is not None:
         report |= _spread("critic/values", batch.values, mask)
         report["critic/vf_explained_var"] = explained_variance(batch.values, batch.returns, mask)
     return report
+
+
+def _repeated(tokens: Tensor, mask: Tensor) -> Metric:
+    """The share of runs of three tokens [B, T], all in the mask, that were in their row before."""
+    three = torch.stack([tokens[:, :-2], tokens[:, 1:-1], tokens[:, 2:]], 2).long()
+    whole = mask[:, :-2] & mask[:, 1:-1] & mask[:, 2:]
+    apart = -1 - torch.arange(whole.shape[1], device=tokens.device).expand_as(whole)  # not equal to any other
+    names = (three[..., 0] << 42 | three[..., 1] << 21 | three[..., 2]).where(whole, apart).sort(1).values
+    return metrics.Mean((names[:, 1:] == names[:, :-1]).sum().double(), whole.sum().double())
+
+
+def _alike(scores: Tensor, groups: Tensor) -> Metrics:
+    """The share of groups of several scored rows whose scores [B] are all equal; no metric without such a group."""
+    known = ~scores.isnan()
+    names, place = groups[known].unique(return_inverse=True)
+    ends = {
+        how: scores.new_zeros(len(names)).scatter_reduce(0, place, scores[known], how, include_self=False)
+        for how in ("amin", "amax")
+    }
+    several = place.bincount(minlength=len(names)) > 1
+    if not several.any():
+        return {}
+    return {"rollout/groups/alike": metrics.masked_mean(ends["amin"] == ends["amax"], several)}
 
 
 def token_metrics(batch: Experience) -> Metrics:

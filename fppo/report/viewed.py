@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from fppo.report import charts, summary, timeline
 from fppo.report.charts import Panel
 from fppo.report.remains import remains
-from fppo.runs import jsonl, memory, sample_files, starts
+from fppo.runs import alarms, jsonl, memory, sample_files, starts
 from fppo.runs.evaluations import TRUTH
 from fppo.runs.loggers import METRICS
 from fppo.runs.observers import TRACE
@@ -86,7 +86,7 @@ def state_of(run: Path, title: str, known: tuple[str, int] | None = None) -> Sta
         "path": str(run),
         "quoted": shlex.quote(str(run)),
         "quotedSettings": shlex.quote(str(run / SETTINGS)),
-        "notes": [*lost, *(f"left out: {text}" for text in damaged)],
+        "notes": [*lost, *(f"left out: {text}" for text in damaged), *map(str, alarms.ring(records))],
         "settings": {**chosen, **rest},
         "chosen": list(chosen),
         "lines": {"stamp": stamp, "from": start, "records": lines[start:]},

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from fppo.report import charts, summary, view_page, viewed
 from fppo.report.charts import points
-from fppo.runs import held_out, jsonl, sample_files
+from fppo.runs import alarms, held_out, jsonl, sample_files
+from fppo.runs.alarms import Finding
 from fppo.runs.loggers import METRICS
 
 CURVES, REPORT = "curves.png", "report.html"
@@ -34,11 +36,24 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     if not records:
         hints = ["is it the output_dir of a run that logged to jsonl and finished a step?", *state["notes"]]
         raise ValueError(f"{run_dir / METRICS}: no metrics to report; {'; '.join(hints)}")
-    for text in (*state["notes"], *_unreadable(sample_files.files(run_dir / sample_files.SAMPLES))):
+    printed = set(map(str, alarms.ring(records)))  # by the run itself
+    for text in (
+        *(x for x in state["notes"] if x not in printed),
+        *_unreadable(sample_files.files(run_dir / sample_files.SAMPLES)),
+    ):
         print(text, file=sys.stderr)
     charts.write_png(charts.panels(records), run_dir / CURVES, title=title)
     view_page.export([run_dir], run_dir / REPORT, most_bytes=MOST_BYTES)
     return run_dir / REPORT
+
+
+def alarms_of(run_dir: str | os.PathLike[str]) -> list[Finding]:
+    """The alarms that ring in a run's metrics. Damaged lines are named on standard error. Raises ValueError for a
+    directory without metrics."""
+    records = summary.merged(jsonl.read(Path(run_dir) / METRICS, on_damage=partial(print, file=sys.stderr)))
+    if not records:
+        raise ValueError(f"{Path(run_dir) / METRICS}: no metrics to look at; give the output_dir of a run")
+    return alarms.ring(records)
 
 
 def _unreadable(sampled: Mapping[int, Path]) -> Iterator[str]:

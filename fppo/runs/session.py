@@ -29,6 +29,7 @@ from fppo.pipeline.program import RunState
 from fppo.pipeline.train import Evaluation, Observe, StepRecord, Watching
 from fppo.runs import copies as copying
 from fppo.runs import evaluations, jsonl, loggers, memory, origins, starts
+from fppo.runs.alarms import Alarms
 from fppo.runs.copies import Copies
 from fppo.runs.first_step import FirstStep
 from fppo.runs.jsonl import JsonLines
@@ -359,6 +360,9 @@ def _writing(
         for each in sampled:
             opened.callback(each.close)
         logged = [FirstStep(settings), _logging(settings, assembly, first_step, opened)]
+        if settings.log.alarms:
+            earlier = jsonl.read(directory / loggers.METRICS, on_damage=_nothing)
+            logged.append(Alarms(line for line in earlier if line.get("step", 0) < first_step))
         own = [OwnObserver(name, fn) for name, fn in assembly.inputs.observers.items()]
         opened.callback(_close_each, own)
         lines = opened.enter_context(_closing(directory / replay.DIGESTS, first_step))

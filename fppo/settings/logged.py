@@ -32,6 +32,7 @@ NAMES = (
     *(f"reward/{x}" for x in ("errors", "timeouts", "judge_unparsed", "judge_truncated")),
     *(f"reward/{x}" for x in ("model_truncated", "reverse_kl")),
     *(f"rollout/{x}" for x in ("turns/mean", "turns/max", "tool_failures", "observation_tokens/mean", "lag/max")),
+    *("rollout/repeated", "rollout/groups/alike"),
     "environment/failures",
     *(f"timing_s/{x}" for x in ("step", "outside", "gen", "reward", "teacher", "old_log_prob", "ref", "values", "adv")),
     *(f"timing_s/{x}" for x in ("testing", "update_actor", "update_critic", "save_checkpoint", "digests")),

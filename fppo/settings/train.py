@@ -215,6 +215,8 @@ class LogSettings:
 
     loggers: tuple[str, ...] = setting((), _loggers)
     """Where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, swanlab, or module:function."""
+    alarms: bool = setting(True)
+    """Print a line when the metrics first show that the run goes wrong; docs/guides/alarms.md lists the alarms."""
     observers: tuple[str, ...] = setting((), _observers)
     """Functions of your own that see every step, as module:function of a StepRecord; numbers they return are logged."""
     samples: Literal["all"] | int = setting("all", word_or("all", at_least(0)))

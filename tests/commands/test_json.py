@@ -29,6 +29,7 @@ COMMANDS = {
     "ablate": ["ablate", "--op", "log_probs", *SMALL, "--implementations", "reference"],
     "ablate --replay": ["ablate", "--op", "log_probs", "--replay", "run", "--step", "2"],
     "report": ["report", "run"],
+    "report --alarms": ["report", "run", "--alarms"],
     "diff": ["diff", "run", "other"],
     "eval": ["eval", "run"],
     "compare": ["compare", "run.toml", "--vary", "actor.optimizer.lr=0.1,0.2", "--seeds", "1", "--steps", "1"],

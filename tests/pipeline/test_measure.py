@@ -1,5 +1,6 @@
 """Sizes and rates of steps, and who is asked by which key: the numbers that a run reports about itself."""
 
+import math
 import statistics
 from types import SimpleNamespace
 
@@ -55,6 +56,31 @@ def test_numbers_of_a_batch_are_those_of_a_loop(seed, rows):
         errors, returns = (batch.returns - batch.values)[mask].tolist(), batch.returns[mask].tolist()
         left, every = (statistics.pvariance(x) * len(x) for x in (errors, returns))
         assert numbers["critic/vf_explained_var"] == pytest.approx(1 - left / (every + 1e-5))
+
+
+@given(st.integers(0, 999), st.integers(1, 6), st.integers(1, 3), st.booleans())
+def test_repetition_and_groups_without_a_signal_are_those_of_a_loop(seed, rows, size, scored):
+    """Of two tokens, so that three in a row come again; holes in the mask part them; nan is no score."""
+    batch = tiny.experience(seed, rows, response=9)
+    tokens, scores = batch.tokens % 2 + seed % 2 * (2**20), (batch.scores * 2).round()
+    scores = scores.where((batch.row_ids != 0) | torch.tensor(scored), torch.nan)
+    batch = attrs.evolve(batch, tokens=tokens, scores=scores, groups=batch.row_ids // size)
+    numbers = metrics.report(batch_metrics(batch, max_tokens=9))
+    again = runs = 0
+    for row, mask in zip(tokens[:, -9:].tolist(), batch.response_mask.tolist()):
+        seen = set()
+        for t in range(7):
+            if all(mask[t : t + 3]):
+                again, runs = again + (tuple(row[t : t + 3]) in seen), runs + 1
+                seen.add(tuple(row[t : t + 3]))
+    assert numbers["rollout/repeated"] == (
+        pytest.approx(again / runs) if runs else pytest.approx(math.nan, nan_ok=True)
+    )
+    groups: dict[int, list[float]] = {}
+    for group, score in zip(batch.groups.tolist(), scores.tolist()):
+        groups.setdefault(group, []).extend([] if math.isnan(score) else [score])
+    several = [len({*each}) == 1 for each in groups.values() if len(each) > 1]
+    assert numbers.get("rollout/groups/alike") == (pytest.approx(statistics.fmean(several)) if several else None)
 
 
 def test_a_critic_that_knows_explains_all_and_a_constant_one_nothing():
