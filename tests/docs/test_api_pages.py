@@ -63,7 +63,7 @@ def test_llms_txt_has_a_line_for_each_page():
     names = re.findall(r"^ +- (.+): ([\w/-]+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted((name, page) for name, page, *_ in lines) == sorted(names)
     assert text.startswith("# fppo\n\n> A summary\n\n")
-    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == ["Pages", "Tutorials", "Guides"]
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == ["Pages", "Tutorials", "Guides", "Results"]
     assert "](http" not in text
 
 

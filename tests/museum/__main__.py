@@ -16,6 +16,7 @@ ROOMS: dict[str, tuple[Exhibit, ...]] = {
     "Advantages": ESTIMATES,
     "Log-probs, and resuming": BESIDE,
 }
+INTRODUCTION = "Mistakes that were published, each with the law that catches it."
 HEAD = ("| published | what went wrong | the law | what it prints on a mutation of ours |", "|---|---|---|---|")
 
 
@@ -26,7 +27,8 @@ def row(exhibit: Exhibit, said: str) -> str:
 
 
 def tables() -> Iterable[str]:
-    """The lines of all rooms."""
+    """The lines of the page: all rooms."""
+    yield from (INTRODUCTION, "")
     for name, room in ROOMS.items():
         rows = [row(exhibit, exhibit.show() or "NOT CAUGHT") for exhibit in room]
         yield from (f"## {name}", "", *HEAD, *rows, "")
