@@ -67,7 +67,8 @@ class _Open:
 
     def add(self, requests):
         self.engine.calls.append(("add", tuple(r.name for r in requests)))
-        if self.most is not None and len(self.live) + len(requests) > self.most:
+        waiting = len(self.live.keys() - {*self.cancelled}) + len(requests)
+        if self.most is not None and waiting > self.most:
             raise QueueFull(f"{len(requests)} requests more than the {self.most} that may wait")
         for request in requests:
             if request.after is not None and request.after not in self.contexts:
