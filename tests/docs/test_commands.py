@@ -61,6 +61,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     reached(checking, "check")
     reached(bias, "run")
     reached(write, "write_report", Path("report.html"))
+    reached(write, "alarms_of", [])
     reached(timeline, "write")
     reached(view, "view")
     reached(env, "show")
