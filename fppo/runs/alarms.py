@@ -206,9 +206,10 @@ def grows(history: History, name: str, factor: float, least: float) -> str | Non
     return f"{text} {scores[-1]:.3g}; read the longest responses, and see whether the reward pays for length"
 
 
-def held_out_apart(history: History, share: float = 0.25, evaluations: int = 3) -> str | None:
+def held_out_apart(history: History, share: float = 0.5, evaluations: int = 3) -> str | None:
     """In each of the last evaluations the score in training exceeded the held-out reward by `share` of the larger, and
-    by that much more than at the first one: 100 prompts have a standard error of up to 0.05, 30 of up to 0.09."""
+    by that much more than at the first one. Of 40 small runs that learned 70 prompts by heart, the furthest apart had
+    0.45 of the larger."""
     if _held_out(history[-1]) is None or len([*islice(_numbers(history, SCORE), WINDOW)]) < WINDOW:
         return None
     places = [place for place, record in enumerate(history) if _held_out(record) is not None]

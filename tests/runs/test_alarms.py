@@ -72,8 +72,8 @@ TWINS = {  # by alarm: series on which it rings, each with its healthy twin
         (series(**{REPEATED: UP}, held_out=flat), series(**{REPEATED: flat}, held_out=flat)),
     ],
     "held_out": [
-        (series(score=UP, held_out=lambda t: 0.4), series(score=UP, held_out=lambda t: rising(t, 0.4, 0.9))),
-        (series(score=UP, held_out=lambda t: 0.4), series(score=lambda t: 0.9, held_out=lambda t: 0.4)),
+        (series(score=UP, held_out=lambda t: 0.2), series(score=UP, held_out=lambda t: rising(t, 0.4, 0.9))),
+        (series(score=UP, held_out=lambda t: 0.2), series(score=lambda t: 0.9, held_out=lambda t: 0.4)),
     ],
     "entropy": [
         (
