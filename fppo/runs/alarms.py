@@ -208,8 +208,8 @@ def grows(history: History, name: str, factor: float, least: float) -> str | Non
 
 def held_out_apart(history: History, share: float = 0.5, evaluations: int = 3) -> str | None:
     """In each of the last evaluations the score in training exceeded the held-out reward by `share` of the larger, and
-    by that much more than at the first one. Of 40 small runs that learned 70 prompts by heart, the furthest apart had
-    0.45 of the larger."""
+    by that much more than at the first one. In 40 small runs without a fault, which learned 70 prompts by heart, it was
+    at most 0.45 of the larger."""
     if _held_out(history[-1]) is None or len([*islice(_numbers(history, SCORE), WINDOW)]) < WINDOW:
         return None
     places = [place for place, record in enumerate(history) if _held_out(record) is not None]

@@ -56,7 +56,7 @@ def _inventory(path: Path) -> set[str]:
 
 
 def test_llms_txt_has_a_line_for_each_page():
-    """With the page's first sentence; what the sentence is of a page is read from the page as it stands."""
+    """Hold its names and links against the navigation, and let no page be without a sentence."""
     config = pytest.importorskip("yaml").safe_load((ROOT / "mkdocs.yml").read_text())
     text = API.llms(config["site_name"], "A summary", config["nav"], lambda page: (ROOT / "docs" / page).read_text())
     lines = re.findall(r"^- \[(.+)\]\((\S+)\.html\): (\w|`)(.+)$", text, re.MULTILINE)

@@ -47,7 +47,8 @@ def ran() -> list[str]:
 
 
 def drawn() -> list[str]:
-    """A third of them, other ones when what exports an adapter or what reads it changes; all with `thorough`."""
+    """A third of the types that run with adapters, other ones when what exports an adapter or what reads it changes.
+    `--hypothesis-profile thorough` takes all of them."""
     kinds = ran()
     if settings.get_current_profile_name() == "thorough":
         return kinds
