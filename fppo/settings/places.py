@@ -43,7 +43,7 @@ _MARKS = ("starts/step_*.toml", "checkpoints/step_*", "rollouts/step_*", "metric
 _BESIDE = (".toml", ".log", ".out", ".err")  # what may stand there before: settings, and what a shell writes
 _NO_PLACE = "is no directory, or a link that leads to none"
 _CONFIG = "config.json"
-_NO_TEMPLATE = "its tokenizer has no chat template, which chat = true needs"
+NO_TEMPLATE = "its tokenizer has no chat template, which chat = true needs; use a chat model, or set it to false"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _MOST_BYTES = 32 << 20  # of rows that are all looked at: reading takes time
 _FIRST = 1000  # rows that are looked at of more
@@ -297,7 +297,7 @@ def _tokenizer(name: str, path: str, *, template: bool = False) -> Problems:
             text = "its header holds no tokenizer" + _advice(name)
         else:
             missing = template and "tokenizer.chat_template" not in packed.metadata
-            text = _NO_TEMPLATE if missing else None
+            text = NO_TEMPLATE if missing else None
         yield from [] if text is None else [Problem(name, path, text)]
         return
     if not path or not is_local(path):
@@ -312,7 +312,7 @@ def _tokenizer(name: str, path: str, *, template: bool = False) -> Problems:
         wrong = [text for file in there if file.suffix == ".json" and (text := _not_json(file)) is not None]
         yield from (Problem(name, path, text) for text in wrong)
         if template and there and not wrong and not _has_template(directory):
-            yield Problem(name, path, _NO_TEMPLATE)
+            yield Problem(name, path, NO_TEMPLATE)
 
 
 def _advice(name: str) -> str:

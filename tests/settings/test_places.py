@@ -63,7 +63,7 @@ def test_a_chat_template_is_asked_for_where_one_is_used_and_no_code_of_a_model_m
     bare = str(tmp_path / "bare")
     given = {"data.chat": True, "model.path": bare, "reward.judge.path": bare, "output_dir": str(tmp_path / "run")}
     settings = files.replace(TrainSettings(), given | changes | here)
-    text = "its tokenizer has no chat template, which chat = true needs"
+    text = "its tokenizer has no chat template, which chat = true needs; use a chat model, or set it to false"
     assert [problem.path for problem in places.place_problems(settings) if problem.text == text] == told
 
 
