@@ -494,7 +494,7 @@ def _record_start(settings: TrainSettings, assembly: AnyAssembly, step: int, dig
     if step:
         ranks = ranks_on(assembly.mesh, AXES)
         print(f"going on from step {step} on {'1 process' if ranks == 1 else f'{ranks} processes'}", file=sys.stderr)
-    for news in origins.record(settings, step):
+    for news in origins.record(settings, step, assembly.inputs.own_rewards):
         print(f"going on from step {step} {news}", file=sys.stderr)
     texts = assembly.inputs.texts
     for role, model in (("actor", assembly.model), ("critic", assembly.critic_model)):
