@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -130,15 +130,15 @@ def gae(module: Any, rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: fl
 
 
 def returns_of(module: Any, scores: Tensor, mask: Tensor, groups: Tensor) -> Any:
-    """The returns of responses of one turn, of values of 0, gamma 1 and lambda 1: each token's is the score."""
-    trainer, turns = of_tokens(module, gamma=1.0), mask.long() - 1
-    rewards = trainer._compute_token_rewards(mask, scores[:, None], turns)
+    """The returns of responses of one turn, with values of 0, gamma 1 and lambda 1."""
+    trainer, scores = of_tokens(module, gamma=1.0), scores.where(mask.any(1), 0.0)
+    rewards = trainer._compute_token_rewards(mask, scores[:, None], mask.long() - 1).to(scores)
     return trainer._compute_gae_returns_token(rewards, torch.zeros_like(rewards), mask, 1.0)
 
 
 def grouped(module: Any, norm: str, scores: Tensor, mask: Tensor, groups: Tensor) -> Any:
     """Adapt the advantages of groups, one group at a time, since the trainer's have one size."""
-    found = torch.zeros_like(scores)
+    found, scores = torch.zeros_like(scores), scores.where(mask.any(1), 0.0)
     for group in groups.unique():
         rows = groups == group
         trainer = bound(module.GRPO, group_size=int(rows.sum()), adv_norm=norm)
@@ -152,16 +152,17 @@ def adapters() -> tuple[Audited, ...]:
     grpo, ppo = modules()
     plain = partial(losses.ppo_clip, dual_clip=None)
     tokens, rows = (partial(laws.whole_loss, mode=mode) for mode in ("token-mean", "seq-mean-token-mean"))
-    gspo = partial(losses.gspo, clip_low=0.2, clip_high=0.2)
+    capped = partial(losses.cispo, clip_low=1.0, clip_high=0.2)  # clamped only from above
+    single = partial(Audited, kind="whole_loss", dtype=torch.float32)  # their weights of tokens are float32
     return (
-        Audited("grpo, accumulation_window", "whole_loss", of_groups(grpo), tokens(plain)),
-        Audited("grpo, micro_batch", "whole_loss", of_groups(grpo, norm="micro_batch"), rows(plain)),
-        Audited("gspo, micro_batch", "whole_loss", of_groups(grpo, "trajectory", norm="micro_batch"), rows(gspo)),
-        Audited("cispo", "whole_loss", of_groups(grpo, kind="cispo")),
+        single("grpo", fn=of_groups(grpo), reference=tokens(plain)),
+        single("grpo, micro_batch", fn=of_groups(grpo, norm="micro_batch"), reference=rows(plain)),
+        single("gspo", fn=of_groups(grpo, "trajectory")),
+        single("cispo", fn=of_groups(grpo, kind="cispo"), reference=tokens(capped)),
         Audited("ppo", "whole_loss", policy(ppo), tokens(plain)),
         Audited("value loss", "whole_value_loss", value(ppo)),
         Audited("gae, before whitening", "gae", partial(gae, ppo)),
-        Audited("returns of one turn", "advantages", partial(returns_of, ppo)),
-        Audited("grpo's advantages, mean_only", "advantages", partial(grouped, grpo, "mean_only"), None, 2),
-        Audited("grpo's advantages, mean_std", "advantages", partial(grouped, grpo, "mean_std"), advantages.grpo, 2),
+        Audited("returns of one turn", "advantages", partial(returns_of, ppo), leave_out=("equal rewards",)),
+        Audited("advantages, mean_only", "advantages", partial(grouped, grpo, "mean_only"), None, 2),
+        Audited("advantages, mean_std", "advantages", partial(grouped, grpo, "mean_std"), advantages.grpo, 2),
     )
