@@ -146,6 +146,7 @@ class Prompts:
     source: Column  # name of the data set, for metrics by source
     extras: Column  # the data row's other fields, as dicts
     inputs: Column | None = None  # RowInputs of rows that have images or videos, else None
+    earlier: Column | None = None  # for each prompt a list of responses, as lists of token ids, to draft from
 
 
 @state

@@ -281,7 +281,9 @@ class Inputs:
     @part
     def drawing(self) -> Drawing:
         """How prompts are drawn."""
-        return drawing_of(self.settings.data, self.prompts, Key(self.settings.seed).fold("data"))
+        s = self.settings
+        drafts = s.rollout.draft_tokens > 0 and not s.in_turns
+        return drawing_of(s.data, self.prompts, Key(s.seed).fold("data"), drafts=drafts)
 
     @part
     def demonstrations(self) -> DemonstrationSet:

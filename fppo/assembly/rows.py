@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from fppo import data
 from fppo.assembly.functions import curriculum_of
 from fppo.assembly.texts import chat_options
+from fppo.batch import Column
 from fppo.data import Curriculum, DataCursor, DemonstrationSet, Learn, PromptSet
 from fppo.data.cursor import Order
 from fppo.data.examples import Answers, check_fields
@@ -20,6 +21,7 @@ from fppo.key import Key
 from fppo.pipeline.program import LearnOfPrompts, learn_nothing
 from fppo.settings.sft import SftSettings
 from fppo.settings.train import DataSettings
+from fppo.tree import replace
 from fppo.workers.imports import imported
 
 
@@ -88,9 +90,17 @@ def order_of(name: str | None, prompts: PromptSet, key: Key) -> Order | None:
     return order
 
 
-def drawing_of(section: DataSettings, prompts: PromptSet, key: Key) -> Drawing:
-    """How the settings want these prompts drawn. Raises ValueError for an order or a curriculum that does not import,
-    is invalid, or does not fit the prompts."""
+def drawing_of(section: DataSettings, prompts: PromptSet, key: Key, *, drafts: bool) -> Drawing:
+    """How the settings want these prompts drawn; for an engine that `drafts`, with their earlier responses. Raises
+    ValueError for an order or a curriculum that does not import, is invalid, or does not fit the prompts."""
+    drawing = _drawing(section, prompts, key)
+    if not drafts:
+        return drawing
+    begin, learn = replace(drawing.begin, earlier=Column()), data.KeepResponses(drawing.learn)
+    return attrs.evolve(drawing, begin=begin, learn=learn)
+
+
+def _drawing(section: DataSettings, prompts: PromptSet, key: Key) -> Drawing:
     curriculum = curriculum_of(section.curriculum)
     if curriculum is None:
         return Drawing(order=order_of(section.sampler, prompts, key))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from fppo.data.cursor import (
         DataCursor,
+        KeepResponses,
         Learn,
         at_step,
         batches,
@@ -52,6 +53,7 @@ __all__ = [
     "Fields",
     "ImageReader",
     "Imitated",
+    "KeepResponses",
     "Learn",
     "Problems",
     "PromptSet",

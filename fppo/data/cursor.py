@@ -8,8 +8,9 @@ import attrs
 import torch
 
 from fppo import metrics
-from fppo.batch import Prompts, Scored
+from fppo.batch import Column, Prompts, Scored
 from fppo.data.curriculum import Course, Curriculum
+from fppo.data.earlier import with_earlier, with_responses
 from fppo.data.prompts import PromptSet, collate
 from fppo.episodes import joined
 from fppo.key import Key
@@ -25,6 +26,7 @@ class DataCursor:
     epoch: int = 0
     position: int = 0  # prompts of this epoch drawn so far; with a curriculum, which has no epochs, of all
     course: Course | None = None  # of a curriculum
+    earlier: Column | None = None  # responses to draft from: see `earlier`
 
 
 def epoch_order(count: int, key: Key, epoch: int, *, shuffle: bool = True) -> list[int]:
@@ -73,7 +75,7 @@ def next_indices(
         position += len(taken)
         if position == len(whole):
             epoch, position = epoch + 1, 0
-    return picked, DataCursor(epoch=epoch, position=position)
+    return picked, replace(cursor, epoch=epoch, position=position)
 
 
 def next_batch(
@@ -97,7 +99,8 @@ def next_batch(
         indices, after = next_indices(len(dataset), cursor, size=size, key=key, shuffle=shuffle, order=order)
     else:
         indices, after = chosen_indices(curriculum, len(dataset), cursor, size=size, key=key)
-    return collate(dataset, indices, width=width), after
+    prompts = collate(dataset, indices, width=width)
+    return prompts if cursor.earlier is None else with_earlier(prompts, cursor.earlier), after
 
 
 def begin_course(curriculum: Curriculum, prompts: PromptSet) -> DataCursor:
@@ -155,6 +158,18 @@ class Learn:
         numbers = self.curriculum.report(known, course.step)
         after = replace(cursor, course=Course(known=known, step=course.step + 1))
         return after, {name: metrics.mean(torch.tensor(x, dtype=torch.float64)) for name, x in numbers.items()}
+
+
+@attrs.frozen
+class KeepResponses:
+    """Update the cursor by `learn`, and then with a batch's responses, from which later ones may be drafted."""
+
+    learn: Callable[[DataCursor, Scored], tuple[DataCursor, Metrics]]
+
+    def __call__(self, cursor: DataCursor, scored: Scored) -> tuple[DataCursor, Metrics]:
+        """The cursor after both, and the metrics of `learn`."""
+        cursor, report = self.learn(cursor, scored)
+        return replace(cursor, earlier=with_responses(cursor.earlier or (), scored)), report
 
 
 def batches(dataset: PromptSet, size: int, *, width: int | None = None) -> Iterator[Prompts]:

@@ -66,7 +66,7 @@ class RollOut:
         reports = [fn(rollout) for fn in self.measure]
         kept_mass = metrics.masked_mean(kept, rollout.response_mask)
         report = metrics.merge({"rollout/kept_mass": kept_mass}, draft_metrics(rollout), *reports)
-        return rollout if rollout.drafts is None else replace(rollout, drafts=None), report
+        return replace(rollout, drafts=None, earlier=None), report
 
 
 def draft_metrics(rollout: Rollout) -> Metrics:

@@ -23,6 +23,7 @@ def requests_of(ask: Ask) -> list[Request]:
     lengths, limits, n = check_prompts(mask), response_limits(ask), ask.sampling.n
     samplings = {limit: attrs.evolve(ask.sampling, n=1, max_tokens=limit) for limit in set(limits)}
     rows, inputs = number_rows(ask, torch.device("cpu")).tolist(), ask.prompts.inputs
+    earlier = ask.prompts.earlier
     asked: list[Request] = []
     for prompt, (tokens, length) in enumerate(zip(ask.prompts.tokens.tolist(), lengths, strict=True)):
         ids = tuple(tokens[len(tokens) - length :])
@@ -35,6 +36,7 @@ def requests_of(ask: Ask) -> list[Request]:
                 row=rows[number],
                 position=ask.offset,
                 inputs=None if inputs is None else inputs[prompt],
+                earlier=() if earlier is None else earlier[prompt],
             )
             asked.append(own)
     return asked

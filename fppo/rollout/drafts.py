@@ -129,6 +129,9 @@ class RowDrafts:
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = _Group(self._drafter())
+            for text in request.earlier:  # rows that have ended
+                group.draft(group.rows, [*request.ids, *text], 0)
+                group.rows += 1
         group.rows += 1
         group.open += 1
         return _DraftedRow([*row.ids], group, key, group.rows - 1, DraftLength(self._most))

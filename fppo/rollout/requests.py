@@ -51,6 +51,7 @@ class Request:
 
     The policy is the engine's own, or the `adapter` that the engine has by this name. Places go in turn to the `owner`s
     of waiting requests (None: the adapter). `scores` are log-probs to report beside the tokens.
+    `earlier` are other responses to the prompt, from which tokens may be drafted.
 
     Raises ValueError for `sampling.n` above 1, for a prompt without tokens, for images with `after`, and for scores
     that do not fit the prompt.
@@ -68,6 +69,7 @@ class Request:
     adapter: str | None = None
     owner: str | None = None
     scores: Scores | None = None
+    earlier: Sequence[Sequence[int]] = ()
 
     def __attrs_post_init__(self) -> None:
         if self.after is None and not self.ids:

@@ -153,8 +153,8 @@ class RolloutSettings:
     exact: bool = setting(False)
     """Sample with the log-probs that training computes, bit for bit, and take them for the old ones."""
     draft_tokens: int = setting(0, at_least(0), at_most(64))
-    """The most tokens that are drafted from a row's own text and those of its prompt's other rows, and checked in one
-    pass: faster where texts repeat themselves, with the same tokens. 0: none."""
+    """The most tokens that are drafted from a row's own text and its prompt's other responses, and checked in one pass:
+    faster where texts repeat themselves, with the same tokens. 0: none."""
     gap: Literal["warn", "stop", "off"] = setting("warn")
     """What to do where the engine's probabilities differ from the policy's by more than the dtypes explain."""
     turns: TurnsSettings = setting(TurnsSettings)

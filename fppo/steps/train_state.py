@@ -36,7 +36,7 @@ class Scale:
     weight: Tensor = attrs.field(factory=_nothing)
 
 
-OPTIONAL = (".token_budget",)  # ends of the paths of what a state may go on with or without
+OPTIONAL = (".token_budget", ".cursor.earlier")  # ends of the paths of what a state may go on with or without
 
 
 @state

@@ -26,7 +26,7 @@ CHECKS = (
 FIXED_CHECKS = (
     *("laws_of_linear", "laws_of_attention", "laws_of_decode_attention", "laws_of_log_probs"),
     *("rows_of_products", "rows_of_log_probs", "rows_of_layers", "attention_of_any_part", "attention_of_one_token"),
-    *("placed_anywhere", "refusals"),
+    *("placed_anywhere", "refusals", "probe"),
 )
 
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fppo.batch import Column
 from fppo.data.stops import StopTexts
 from fppo.key import Key
 from fppo.rollout import drawn as drawing
@@ -16,6 +17,7 @@ from fppo.rollout import places
 from fppo.rollout.drafts import DraftLength, text_drafts
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.requests import Request
+from fppo.tree import replace
 from fppo_kernels.table import Kernels, needs_cpp
 from tests.models.families import make
 from tests.models.hybrids import HYBRIDS
@@ -149,6 +151,25 @@ def test_right_drafts_take_few_passes_and_all_count():
     assert engine.generate(params, ask).drafts.tolist() == [[8, 8]] * len(texts)
 
 
+def earlier_of(rollout, n):
+    """The responses of a rollout as earlier ones of its prompts, of which each has `n`."""
+    pairs = zip(rollout.tokens, rollout.response_mask, strict=True)
+    rows = [ids[-len(mask) :][mask].tolist() for ids, mask in pairs]
+    return Column([rows[first : first + n] for first in range(0, len(rows), n)])
+
+
+def test_earlier_responses_are_drafted():
+    """Those of the prompts themselves come true; those of other prompts, and odd ones, change nothing."""
+    model, params, ask, expected = reference("qwen2", 1, 0)
+    engine, own = engine_of(model, draft_tokens=6), earlier_of(expected, 3)
+    accepted = []
+    for earlier in (None, own, own[::-1], Column([[[1], []]] * 6)):
+        found = engine.generate(params, attrs.evolve(ask, prompts=replace(ask.prompts, earlier=earlier)))
+        agree(found, expected)
+        accepted.append(int(found.drafts[:, 1].sum()))
+    assert accepted[1] > 80 > 20 > max(accepted[0], *accepted[2:])  # of 162
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", [text_drafts, guessing(0)], ids=["texts", "guesses"])
 def test_talks_are_those_without_drafts(drafter):
@@ -171,6 +192,10 @@ def test_exact_engines_keep_their_bits(name):
     expected = engine.generate(params, ask)
     for drafter in (foretelling(expected, 0.2, 0), guessing(1)):
         agree(attrs.evolve(engine, draft_tokens=4, drafter=drafter).generate(params, ask), expected, atol=0.0)
+    again = attrs.evolve(ask, prompts=replace(ask.prompts, earlier=earlier_of(expected, 2)))
+    found = attrs.evolve(engine, draft_tokens=4).generate(params, again)
+    agree(found, expected, atol=0.0)
+    assert int(found.drafts[:, 1].sum()) > 20
 
 
 @pytest.mark.slow
