@@ -161,11 +161,12 @@ class Alarms:
         for record in before:
             self._heard, _ = hear(self._heard, record)
 
-    def __call__(self, record: StepRecord) -> None:
-        """Look at a step."""
+    def __call__(self, record: StepRecord) -> list[Finding]:
+        """Look at a step, and return the alarms that ring first at it."""
         self._heard, found = hear(self._heard, {**record.metrics, "step": record.run.step})
         for each in found:
             print(each, file=sys.stderr, flush=True)
+        return found
 
 
 def _number(record: Record, name: str) -> float | None:

@@ -16,8 +16,10 @@ from fppo.key import Key
 from fppo.pipeline import RunState
 from fppo.pipeline.train import StepRecord
 from fppo.report import viewed, write
-from fppo.runs import jsonl
+from fppo.runs import jsonl, loggers
 from fppo.runs.alarms import ALARMS, FIRST, NEWEST, Alarms, Heard, change, hear, ring
+from fppo.runs.guards import Queued, TrackerRun
+from fppo.runs.jsonl import JsonLines
 from fppo.settings import files
 from fppo.steps.train_state import TrainState
 from tests import tiny_run
@@ -268,6 +270,19 @@ def test_the_observer_prints_each_alarm_once_over_restarts(cut, capsys):
         for line in steps:
             observe(record_of(line))
     assert capsys.readouterr().err.splitlines() == [str(each) for each in ring(lines)]
+
+
+def test_trackers_get_a_number_at_the_step_at_which_an_alarm_rings(tmp_path):
+    lines, seen = TWINS["clip"][0][0], list[tuple[int, dict[str, float]]]()
+    tracker = Queued("mine", lambda: TrackerRun(log=lambda step, x: seen.append((step, dict(x))), close=lambda: None))
+    kept = JsonLines(tmp_path / "metrics.jsonl")
+    observe = loggers.observer([tracker, kept], None, Alarms())
+    for line in lines:
+        observe(record_of(line))
+    loggers.close([tracker, kept])
+    named = [(step, name) for step, numbers in seen for name in numbers if name.startswith("alarm/")]
+    assert named == [(each.step, f"alarm/{each.alarm}") for each in ring(lines)]
+    assert "alarm/" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_the_report_prints_alarms_and_the_viewer_notes_them(tmp_path, capsys):
