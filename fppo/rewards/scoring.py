@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fppo._errors import shown
 from fppo.rewards.functions import RewardTerm
-from fppo.rewards.runner import Runner, check_failures
+from fppo.rewards.runner import RewardResults, Runner, check_failures
 from fppo.rewards.steps import process_rewards, rewards_of_tokens
 from fppo.workers.sample import Sample
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from fppo.batch import Prompts, Rollout, Scored
+    from fppo.batch import Column, Prompts, Rollout, Scored
     from fppo.metrics import Metrics
 
 EXTRACTED = "extracted_answer"  # the key of a reward's extracted answer in extras
@@ -66,16 +66,7 @@ def score(
         raise ValueError(f"the reward returns numbers named {clash}, names of its functions too; rename them")
     further = {name: torch.tensor(column, dtype=torch.float64, device=device) for name, column in results.named.items()}
     named = {name: x.float() for name, x in (scores | further).items()}
-    extras = rollout.extras
-    if any(answer is not None for answer in results.answers):
-        pairs = zip(extras, results.answers, strict=True)
-        extras = batch.Column({**extra, EXTRACTED: answer} for extra, answer in pairs)
-    feedback = [
-        own | {name: texts[row] for name, texts in words.items() if texts[row] is not None}
-        for row, own in enumerate(results.feedback)
-    ]
-    if any(feedback):
-        extras = batch.Column({**extra, SAID: said} for extra, said in zip(extras, feedback, strict=True))
+    extras = _with_texts(rollout.extras, results, words)
     columns = {"scores": total.float(), "named_scores": named, "outcomes": outcomes}
     if any(term.weight and term.name in steps for term in reward.terms):
         columns["process_rewards"] = process_rewards(reward.terms, scores, steps, rollout)
@@ -112,6 +103,22 @@ def _term_scores(
     if failure_score is not None:
         scores = {name: x.nan_to_num(nan=failure_score) for name, x in scores.items()}
     return scores, steps, noted, words
+
+
+def _with_texts(extras: Column, results: RewardResults, words: Mapping[str, Sequence[str | None]]) -> Column:
+    """The extras with extracted answers, and with what rewards said: functions of samples, and `words` of others."""
+    from fppo import batch
+
+    if any(answer is not None for answer in results.answers):
+        extras = batch.Column(
+            {**extra, EXTRACTED: answer} for extra, answer in zip(extras, results.answers, strict=True)
+        )
+    said = [
+        own | {name: texts[row] for name, texts in words.items() if texts[row] is not None}
+        for row, own in enumerate(results.feedback)
+    ]
+    pairs = zip(extras, said, strict=True)
+    return batch.Column({**extra, SAID: each} for extra, each in pairs) if any(said) else extras
 
 
 def _of_rows(scored: Scored, rows: Rollout) -> Scored:

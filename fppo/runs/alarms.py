@@ -61,7 +61,7 @@ class Line:
 
 @attrs.frozen
 class Heard:
-    """What alarms know of a run: how many records it has, its quantities, and which alarms rang."""
+    """A run as alarms know it: how many records it has, its quantities, and which alarms rang."""
 
     records: int = 0
     lines: Mapping[str, Line] = MappingProxyType({})
@@ -107,7 +107,7 @@ def ring(records: Iterable[Record]) -> list[Finding]:
 
 
 def hear(heard: Heard, record: Record) -> tuple[Heard, list[Finding]]:
-    """What is known after one more record, and the alarms that ring at it and have not rung before."""
+    """Take one more record, and return what is known then, and the alarms that ring at it and have not rung before."""
     if not isinstance(record.get("step"), int):
         return heard, []
     number, lines = heard.records + 1, dict(heard.lines)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, cast
 
 import attrs
 import cattrs
@@ -53,7 +54,7 @@ def origin_of(settings: TrainSettings, given: Mapping[str, Reward]) -> Origin:
     code = {}
     for name, function in given.items():
         with contextlib.suppress(OSError, TypeError):  # typed at a prompt, or an object
-            code[name] = inspect.getsource(function)
+            code[name] = inspect.getsource(cast(Any, function))
     for _, function in modules.own_functions(settings):
         module = function.partition(":")[0]
         if (place := component.source_of(module)) is not None:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class LLMAlgorithm(Generic[T]):
-    """What AgileRL's trainers inherit from; the audited methods read nothing of it."""
+    """A base of AgileRL's trainers, of which the audited methods read nothing."""
 
 
 # what the modules import and the audited methods do not use
@@ -61,9 +61,7 @@ def modules() -> tuple[Any, Any]:
 
 def bound(trainer: type, **settings: Any) -> Any:
     """A trainer without its __init__, with the settings that its methods read."""
-    made = trainer.__new__(trainer)
-    made.__dict__.update(settings)
-    return made
+    return type(trainer.__name__, (trainer,), {**settings, "__init__": lambda self: None})()
 
 
 def of_groups(module: Any, level: str = "token", kind: str = "grpo", norm: str = "accumulation_window") -> Any:
