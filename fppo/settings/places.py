@@ -73,7 +73,7 @@ def _problems(settings: TrainSettings) -> list[Problem]:
         models["model.ref_path"] = settings.model.ref_path
     lines = [*output_problems(settings), *_start(settings)]
     lines += [line for name, path in models.items() if path is not None for line in _model(name, path)]
-    lines += _tokenizers(settings)
+    lines += [*_tokenizers(settings), *_moments(settings.model.moments_directory)]
     for name in ("path", "eval_path"):
         for path in getattr(settings.data, name):
             lines += _rows(f"data.{name}", path)
@@ -222,6 +222,13 @@ def _start(settings: TrainSettings) -> Problems:
     if rollouts is not None and not Path(rollouts).is_dir():
         wrong = "is a file, not a directory of rollouts" if Path(rollouts).exists() else _missing(Path(rollouts))
         yield Problem("rollout.from", rollouts, wrong)
+
+
+def _moments(path: str | None) -> Problems:
+    """Yield the reason why no files can be made in model.moments_directory, if there is one."""
+    if path is not None and not (Path(path).is_dir() and os.access(path, os.W_OK | os.X_OK)):
+        wrong = "files cannot be made there" if Path(path).is_dir() else "there is no such directory"
+        yield Problem("model.moments_directory", path, f"{wrong}; make one on a local disk with room for the moments")
 
 
 def _gguf(path: str) -> GgufHeader | str | None:
