@@ -9,8 +9,8 @@ from statistics import mean
 
 import tyro
 
-import fppo
-from fppo import quickstart
+from fppo import models, quickstart, train
+from fppo.key import Key
 from fppo.quickstart import word_problems
 
 
@@ -29,13 +29,14 @@ def main(
     seed: int = 0,
     out: str = "runs/entropy",
 ):
-    given = {"reward": "exact_match", "model": Path(out, "warm", quickstart.MODEL)}
+    given = {"reward": "exact_match", "model": Path(out, "warm")}
     rows = [{"prompt": x.prompt, "ground_truth": x.answer} for x in quickstart.sums()[0]]
     if model == "smol":
         given = {"reward": "regular_expression", "model": "smol"}
-        rows = [*map(word_problems.row, word_problems.split()[0])]
+        rows = [word_problems.row(x) for x in word_problems.split()[0]]
     elif not given["model"].exists():
-        quickstart.prepare(Path(out, "warm"), seed)
+        tokenizer, net, params = quickstart.warmed_up(Key(seed), steps=600)
+        models.save(net, params, given["model"], tokenizer=tokenizer)
     control = {"target": target, "unit": "start", "rate": rate, "damping": damping, "high": high}
     settings = {
         "seed": seed,
@@ -45,14 +46,14 @@ def main(
     }
     if model == "smol":
         settings["reward.arguments.regular_expression.pattern"] = word_problems.LAST_NUMBER
-    run = fppo.train(**given, prompts=rows, steps=steps, settings=settings, output_dir=Path(out, f"{model}-{target}"))
+    given["output_dir"] = Path(out, f"{model}-{target}-{rate}-{high}-{seed}")
+    run = train(**given, prompts=rows, steps=steps, settings=settings)
     entropy, coefs = (run.metrics()[f"actor/{name}"] for name in ("entropy", "entropy_coef"))
     goal = target * entropy[0]
     off = [abs(x / goal - 1) for x in entropy[skip:]]
-    within = mean(x <= 0.1 for x in off)
-    print(f"target {goal:.3f}: {within:.0%} of steps {skip + 1} to {len(entropy)} within a tenth, {mean(off):.1%} off")
-    print("entropy", *(f"{x / goal:.2f}" for x in entropy[::10]), sep=" ")
-    print("factor ", *(f"{x:.4f}" for x in coefs[::10]), sep=" ")
+    print(f"{mean(x <= 0.1 for x in off):.0%} within a tenth of {goal:.3f}, {mean(off):.1%} off, from step {skip + 1}")
+    print("entropy", *(f"{x / goal:.2f}" for x in entropy[::10]))
+    print("factor ", *(f"{x:.4f}" for x in coefs[::10]))
 
 
 if __name__ == "__main__":
