@@ -149,10 +149,15 @@ class ReplyForm:
         return [{"token": b.decode(errors="replace"), "logprob": _finite(x), "bytes": [*b]} for b, x in pairs]
 
 
-def usage_of(answers: Sequence[WholeAnswer]) -> dict[str, int]:
-    """The numbers of tokens of a request's answers."""
+def usage_of(answers: Sequence[WholeAnswer]) -> dict[str, Any]:
+    """The numbers of tokens of a request's answers, and of those that an engine drafted for them."""
     drawn, read = sum(len(x.tokens) for x in answers), sum(map(len, {x.prompt for x in answers}))
-    return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
+    used: dict[str, Any] = {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
+    if counts := [x.finished.drafts for x in answers if x.finished.drafts is not None]:
+        drafted, accepted = (sum(each) for each in zip(*counts, strict=True))
+        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+        used["completion_tokens_details"] = details
+    return used
 
 
 def _by_text(tokens: Sequence[Mapping[str, Any]]) -> dict[str, float]:

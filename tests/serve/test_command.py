@@ -171,10 +171,14 @@ def test_files_of_episodes_are_numbered_on(tmp_path):
 def test_a_served_policy_is_made_as_the_settings_say(tmp_path, begins, cache, exact):
     tiny_run.write_task(tmp_path)
     found = served_policy(
-        tiny_run.settings(tmp_path, rollout__cache_gb=cache, rollout__exact=exact, device="cpu"), begins=begins
+        tiny_run.settings(
+            tmp_path, rollout__cache_gb=cache, rollout__exact=exact, rollout__draft_tokens=3, device="cpu"
+        ),
+        begins=begins,
     )
     engine, weights = found.engine, load_file(tmp_path / "start" / "model.safetensors")
     assert engine.model is found.model
+    assert engine.draft_tokens == 3
     assert (engine.exact, engine.cache_bytes) == (exact, None if cache is None else 2**29)
     assert engine.pad_token_id == found.tokenizer.pad_token_id
     assert (found.sampling.max_tokens, found.texts.vocabulary) == (3, found.model.config.vocab_size)

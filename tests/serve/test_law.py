@@ -77,6 +77,22 @@ def test_the_likeliest_tokens_stand_beside_each_token(kind):
         assert len(got) == 4 or kind == "completions"
 
 
+def test_drafts_change_no_answer_and_are_counted():
+    engine, params = policy()
+    body = {"prompt": "find the word lamp, find the word", "max_tokens": 24, "temperature": 0, "return_token_ids": True}
+    found = []
+    for tokens in (0, 4):
+        with World(attrs.evolve(engine, draft_tokens=tokens), params=params) as world:
+            answer = world.post("/v1/completions", body).json()
+        found.append((answer["choices"][0]["token_ids"], answer["usage"].pop("completion_tokens_details", None)))
+        assert answer["usage"]["completion_tokens"] == len(found[-1][0])
+    (plain, none), (drafted, counts) = found
+    assert drafted == plain
+    assert none is None
+    assert counts["accepted_prediction_tokens"] > 0
+    assert 0 <= counts["rejected_prediction_tokens"] < 24
+
+
 def said(turn):
     return f"No {turn}, again"
 
