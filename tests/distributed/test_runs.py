@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fppo.commands import cli
-from fppo.runs import jsonl, session
+from fppo.runs import jsonl, memory, session
 from fppo.runtime import checkpoint
 from fppo.settings import files
 from tests import tiny_run
@@ -153,7 +153,8 @@ def test_a_run_killed_on_axes_that_cut_models_and_rows_goes_on_bit_for_bit(tmp_p
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 def test_a_run_on_an_axis_that_cuts_models_has_the_numbers_of_one_process(tmp_path, axis):
     """It is resumed once, by one process, from what both ranks have written. The policy is trained by an adapter; the
-    critic on a tensor axis whole, on a pipeline by one on the same base."""
+    critic on a tensor axis whole, on a pipeline by one on the same base. The memory of each rank's second step is
+    written, with its part of the base."""
     task = tmp_path / "task"
     task.mkdir()
     tiny_run.write_task(task, layers=2)
@@ -161,10 +162,15 @@ def test_a_run_on_an_axis_that_cuts_models_has_the_numbers_of_one_process(tmp_pa
     shared |= {"model__lora__critic_rank": 0} if axis == "tensor" else {}
     expected, both = tmp_path / "one", tmp_path / "both"
     assert cli.main(["train", str(write(task, expected, **shared))]) == 0
-    file = str(write(task, both, **shared, **{f"mesh__{axis}": 2}))
+    file = str(write(task, both, **shared, **{f"mesh__{axis}": 2}, log__memory_steps=[2]))
     assert Ranks(["train", file, "--steps", "2"], 2, tmp_path / "log").end(300) == [0, 0], (
         tmp_path / "log"
     ).read_text()
+    looked = memory.read(both)
+    updates = [stage for each in looked for stage in each.stages if stage.stage == "update_actor"]
+    assert [(each.step, each.rank) for each in looked] == [(2, 0), (2, 1)]
+    assert sum(x.parameters for x in updates) > (task / "start" / "model.safetensors").stat().st_size
+    assert all(0 < 2 * x.gradients < x.parameters for x in updates), "adapters alone have gradients"
     assert cli.main(["train", str(write(task, both, **shared))]) == 0
     found = numbers(both)
     for step, line in numbers(expected).items():

@@ -17,7 +17,7 @@ from fppo.commands.cli import main
 from fppo.key import Key
 from fppo.models.precision import KeepDouble
 from fppo.pipeline.supervised import imitate_steps
-from fppo.runs import jsonl
+from fppo.runs import jsonl, memory
 from fppo.settings import files
 from fppo.tree import map as map_tensors
 from fppo.tree import replace
@@ -136,7 +136,7 @@ def test_a_conversation_is_imitated_in_the_assistants_turns_alone(task, tmp_path
 
 @pytest.mark.slow
 def test_a_run_learns_exports_its_model_and_reports(task, tmp_path, capsys):
-    own = {"sft__epochs": 30, "sft__optimizer__lr": 1e-2, "eval__every": 50}
+    own = {"sft__epochs": 30, "sft__optimizer__lr": 1e-2, "eval__every": 50, "log__memory_steps": [2]}
     assert actions.sft(settings_of(task, tmp_path, checkpoint__every=0, **own)) == 0
     lines = _lines(tmp_path)
     assert lines[-1]["step"] == 100  # 20 rows, 30 times, 6 at a time
@@ -153,8 +153,13 @@ def test_a_run_learns_exports_its_model_and_reports(task, tmp_path, capsys):
             total -= sum(float(log_probs[len(prompt) - 1 + i, token].detach()) for i, token in enumerate(response))
             count += len(response)
     assert lines[-1][names[1]] == pytest.approx(total / count, rel=1e-4)
+    (looked,) = memory.read(tmp_path / "run")
+    (update,) = (stage for stage in looked.stages if stage.stage == "update_actor")
+    assert (looked.step, update.cache) == (2, 0)
+    assert update.parameters == update.gradients == update.moments // 2 > 10_000
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Loss in training" in page
+    assert '"memory": {"step": 2' in page
     assert "loss 0." in capsys.readouterr().out
 
 
