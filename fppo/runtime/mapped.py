@@ -44,14 +44,15 @@ def empty_beside(x: Tensor) -> Tensor | None:
 
 def _empty_like(x: Tensor, directory: Path) -> Tensor:
     """Zeros of the shape, strides and dtype of a tensor in a new file, whose bytes are reserved."""
-    size = max(x.nbytes, 1)
+    count = max(x.numel(), 1)
     file, name = tempfile.mkstemp(prefix=".fppo-", dir=directory.absolute())
     try:
-        os.posix_fallocate(file, 0, size)  # or a disk that is full later would end the process by a signal
-        storage = torch.UntypedStorage.from_file(name, shared=True, nbytes=size)
+        os.posix_fallocate(file, 0, count * x.itemsize)  # a disk that is full later would end the process
+        flat = torch.from_file(name, shared=True, size=count, dtype=x.dtype)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(directory)) from error
     finally:
         os.close(file)
         os.unlink(name)
-    return torch.empty(0, dtype=x.dtype).set_(storage, 0, x.shape, torch.empty_like(x, device="meta").stride())
+    strides = torch.empty_like(x, device="meta").stride()
+    return torch.empty(0, dtype=x.dtype).set_(flat.untyped_storage(), 0, x.shape, strides)
