@@ -269,7 +269,8 @@ def test_a_schedule_counts_the_updates_of_its_own_role(tmp_path, first, of_actor
     """10 steps of 2 epochs of 2 mini-batches, and of 1 for the critic, which learns in all of them."""
     sizes = {"rollout__batch_size": 8, "actor__mini_batch_size": 4, "actor__epochs": 2, "critic__mini_batch_size": 8}
     settings = tiny_run.settings(tmp_path, steps=10, critic__epochs=2, **sizes, **first)
-    how = partial(learning.learning_of, batch_size=8, n=1, offload="none", offload_activations=False)
+    where = {"offload": "none", "offload_activations": False, "moments_directory": None}
+    how = partial(learning.learning_of, batch_size=8, n=1, **where)
     assert how("actor", settings.actor, steps=settings.actor_steps).updates == of_actor
     assert how("critic", settings.critic, steps=settings.steps).updates == 20
 
