@@ -208,7 +208,8 @@ STAGES = (
     "update_actor",
 )
 MADE_BY = {
-    "the drawing of prompts": "row_ids ids ground_truth source extras inputs earlier cursor key step pretraining bases ref",
+    "the drawing of prompts": "row_ids ids ground_truth source extras inputs earlier cursor key step pretraining "
+    "bases ref",
     "gen": "tokens attention_mask response_mask rollout_log_probs sampling_log_probs groups versions finish routed "
     "token_versions turn_ids turn_rewards episodes observed ahead drafts",
     "reward": "scores named_scores baselines outcomes teacher_log_probs process_rewards teacher_top_log_probs "

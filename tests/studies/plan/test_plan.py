@@ -342,6 +342,7 @@ def test_shared_prompts_are_planned_as_a_run_computes_them(tmp_path, mini, budge
     planned = case_of(settings, PlanSettings(gpu="cpu"))
     apart = attrs.evolve(planned, together=1.0, forward_together=1.0)  # the same passes
     how = {"batch_size": 32, "n": 8, "steps": 1, "offload": "none", "offload_activations": False}
+    how |= {"moments_directory": None}
     at, loop = planned.at("update actor"), learning_of("actor", settings.actor, **how).loop
     assert (at.distinct(at.rows), at.rows * at.micro_batches) == (budget, loop.mini_batch_size)
     model, batch = model_of(planned, "actor"), full_rows(32, 24, 8, 32)
