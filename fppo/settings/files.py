@@ -64,7 +64,8 @@ def load(
     """
     settings, problems = examined(path, overrides, look=look, run=run)
     if problems:
-        raise SettingsError(problems, source="the settings" if path is None else str(path))
+        source = "the settings" if path is None else f"{path}, with the flags" if overrides else str(path)
+        raise SettingsError(problems, source=source)
     return settings
 
 

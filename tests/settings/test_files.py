@@ -82,7 +82,9 @@ def test_every_problem_of_file_and_result_is_named_at_once(tmp_path):
         "algorithm.whiten",
     }
     message = str(caught.value)
-    assert f"{len(caught.value.problems)} problems in {tmp_path / 'run.toml'}" in message
+    assert f"{len(caught.value.problems)} problems in {tmp_path / 'run.toml'}:" in message
+    with pytest.raises(files.SettingsError, match=r"problems in .*run\.toml, with the flags:\n"):
+        files.load(write(tmp_path, text), ["actor.lrr=1"])
     for hint in ("rollout.temperature?", "actor.optimizer.lr", "8 or 12", "mean grpo?", "one of the two"):
         assert hint in message
 
