@@ -40,7 +40,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
-def main(out: str = "alarms.jsonl", first: int = 0, rounds: int = 8, warm_up: int = 500) -> None:
+def main(out: str = "alarms.jsonl", first: int = 0, rounds: int = 8, warm_up: int = 700) -> None:
     start, path = None, Path(out)
     done = [(line["fault"], line["number"]) for line in jsonl.read(path)]
     for case in (case for case in cases(first, rounds) if (case.fault, case.number) not in done):

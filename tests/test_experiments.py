@@ -284,8 +284,17 @@ def test_sdpo(capsys):
     module = _load("sdpo")
     module.main(seeds=2, steps=2, warm_up=2)
     lines = capsys.readouterr().out.splitlines()
-    assert [lines[0], lines[5]] == ["sdpo", "rloo"]
-    assert lines[1][:5] == lines[6][:5]  # from one start
+    assert lines[::6] == ["sdpo", "rloo", "more"]
+    assert lines[1].split(",")[0] == lines[7].split(",")[0]  # from one start
+    assert lines[15].startswith("0.000 +- ")
+
+
+@pytest.mark.slow
+def test_entropy(warm, tmp_path, capsys):
+    _load("entropy").main(steps=3, skip=1, prompts=4, n=2, out=str(tmp_path))
+    lines = capsys.readouterr().out.splitlines()[-3:]
+    assert re.search(r"% within a tenth of .*% off, from step 2", lines[0])
+    assert lines[1].startswith("entropy 1.25")  # of the target, at the first step
 
 
 def test_best_of_n_takes_the_first_of_the_best_rows():

@@ -1,4 +1,4 @@
-"""Gradients of eight runs over one base in joint passes, beside one run after the other.
+"""Gradients of eight runs over one base in joint passes, beside one run after the other, and one run with all rows.
 
     python experiments/bench/joint_passes.py 1M 13M --rows 2 --length 16
 
@@ -34,7 +34,8 @@ def data_of(count: int, length: int, vocabulary: int, generator: torch.Generator
 
 
 def compare(size: str, rows: int, length: int, unembed: bool, rounds: int) -> str:
-    """The time of joint passes over that of the runs alone."""
+    """The time of joint passes over that of the runs alone; and of one run's pass over the rows of all, the least that
+    sharing can reach."""
     base, generator = base_of(size, "sdpa"), torch.Generator().manual_seed(0)
     runs = [create_run(base, Adapters(8, seed=number, unembed=unembed)) for number in range(RUNS)]
     loss = Loss("importance_sampling")
@@ -42,11 +43,13 @@ def compare(size: str, rows: int, length: int, unembed: bool, rounds: int) -> st
     works: tuple[Callable[[], object], ...] = (
         lambda: forward_backward_together(asked),
         lambda: [forward_backward(*each) for each in asked],
+        lambda: forward_backward(runs[0], [datum for _, data, _ in asked for datum in data], loss),
     )
     times = [[spent(work) for work in works] for _ in range(rounds + 1)][1:]
-    joint, alone = (statistics.median(each) for each in zip(*times, strict=True))
+    joint, alone, one = (statistics.median(each) for each in zip(*times, strict=True))
     head = "with the head's adapter" if unembed else "without the head's"
-    return f"{size} {RUNS} runs of {rows} x {length} tokens, {head}: {joint / alone:.2f} of {alone:.2f} s"
+    shares = f"{joint / alone:.2f}, one run with all rows {one / alone:.2f}"
+    return f"{size} {RUNS} runs of {rows} x {length} tokens, {head}: {shares} of {alone:.2f} s"
 
 
 def main() -> None:

@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
+import tempfile
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -30,6 +32,7 @@ from fppo import batch as batches
 from fppo import losses, models, tree
 from fppo.key import Key
 from fppo.runtime import offload
+from fppo.runtime.mapped import to_files
 from fppo.runtime.offload import Lane
 from fppo.steps.actor import UpdateActor
 from fppo.steps.forward import Forward, compute_log_probs
@@ -43,6 +46,7 @@ from fppo_kernels.adamw import adamw_
 CPU = torch.device("cpu")
 PARAMETERS, MOMENTS, SAVED, REST, HOST = "parameters", "moments", "saved", "the rest", "host"
 KINDS = (PARAMETERS, MOMENTS, SAVED, REST)
+FILES = ("moments", "files")
 
 
 class Memory(TorchDispatchMode):
@@ -155,11 +159,13 @@ def main() -> None:
     for kinds in ((), ("moments",), ("step",)):
         step = partial(update_once, narrow, params, batch, kinds, **sizes)
         report(f"update in bfloat16: {', '.join(kinds) or 'nothing'}", step, options.repeats)
-    pairs = [
-        [update_once(model, params, batch, kinds, None, **sizes) for kinds in (("moments",), ("step",))]
+    turns = [
+        [update_once(model, params, batch, kinds, None, **sizes) for kinds in (("moments",), ("step",), FILES)]
         for _ in range(options.repeats)
     ]
-    print(f"step over moments, in turn: {statistics.median(step / moments for moments, step in pairs):.2f}")
+    for place, name in enumerate(("step", "moments in files"), start=1):
+        ratios = [turn[place] / turn[0] for turn in turns]
+        print(f"{name} over moments, in turn: {statistics.median(ratios):.2f}")
     for how in ("nothing", "params", "params by layer"):
         report(f"log-probs: {how}", partial(reference_once, model, params, batch, how), options.repeats)
 
@@ -215,6 +221,8 @@ def update_once(
         loop=Loop(mini_batch_size=rows, micro_batching=MicroBatching(size=rows)),
         optimizer=optimizer,
     )
+    if "files" in kinds:
+        state = tree.replace(state, opt=to_files(state.opt, Path(tempfile.gettempdir()), setting="TMPDIR"))
     if "activations" in kinds:
         step = offload.HostActivations(step, lane_of(memory, SAVED), minimum_bytes=1 << 16, window_bytes=window)
     if "step" in kinds:

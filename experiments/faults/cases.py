@@ -49,10 +49,11 @@ class Case:
 
 
 class Task(NamedTuple):
-    """A number of two digits. Wanted is each digit plus one, the second only if the first is 5 or more."""
+    """A number of three digits. Wanted are the first two plus one each, the second only if the first is 5 or more."""
 
     a: int
     b: int
+    c: int
 
     def answer(self, carries: bool) -> str:
         """The response with or without the second increment."""
@@ -63,7 +64,7 @@ class Task(NamedTuple):
         return self.answer(self.a >= 5)
 
 
-TASKS = [Task(n // 10, n % 10) for n in range(100)]
+TASKS = [Task(n // 100, n // 10 % 10, n % 10) for n in range(1000)]
 
 
 @attrs.frozen
@@ -79,7 +80,7 @@ class Start:
     def after(cls, steps: int, rows: int = 64) -> Start:
         """Make the policy; it takes some seconds."""
         tokenizer = quickstart.character_tokenizer()
-        model = quickstart.small_model(len(tokenizer), width=32, layers=1)
+        model = quickstart.small_model(len(tokenizer), width=32, layers=2)
         params, forward = models.init_params(model, Key(7)), Forward(model)
 
         def batch(step: int) -> Demonstrations:
@@ -100,7 +101,7 @@ class Start:
 
 def prompt_of(task: Task, hint: str | None) -> str:
     """The number, behind a hint if there is one."""
-    return f"{task.a}{task.b}=" if hint is None else f"{hint}={task.a}{task.b}="
+    return f"{task.a}{task.b}{task.c}=" if hint is None else f"{hint}={task.a}{task.b}{task.c}="
 
 
 @inline_reward
@@ -160,9 +161,22 @@ class Stale:
         return self.engine.generate(self.params, ask)
 
 
-def late_mask(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss with a mask that begins and ends one token late."""
-    return lambda new, old, adv, mask: loss(new, old, adv, mask.roll(1, 1))
+@attrs.frozen
+class LateMask:
+    """An engine whose masks of response tokens begin and end one token late."""
+
+    engine: EmbeddedEngine
+
+    def generate(self, params: Any, ask: Ask) -> Any:
+        rollout = self.engine.generate(params, ask)
+        return attrs.evolve(rollout, response_mask=rollout.response_mask.roll(1, 1))
+
+
+def sampler_of(case: Case, engine: EmbeddedEngine) -> Any:
+    """What samples: with a fault, an engine of old weights or of late masks."""
+    if case.fault == FAULTS[2]:
+        return Stale(engine, (0, 12)[case.number % 2])
+    return LateMask(engine) if case.fault == FAULTS[1] and case.number % 2 == 0 else engine
 
 
 def late_log_probs(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,8 +185,8 @@ def late_log_probs(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prompts_of(case: Case, tokenizer: Any) -> tuple[PromptSet, PromptSet]:
-    """Prompts of 70 numbers to train on, and 30 held-out ones. With the leak the former have the answer as a hint."""
-    held_out = [task for n, task in enumerate(TASKS) if n * 37 % 100 < 30]
+    """Prompts of 900 numbers to train on, and 100 held-out ones. With the leak the former have the answer as a hint."""
+    held_out = [task for n, task in enumerate(TASKS) if n * 37 % 1000 < 100]
     training = [task for task in TASKS if task not in held_out]
     leak = case.fault == FAULTS[3]
 
@@ -188,13 +202,11 @@ def run(case: Case, start: Start, observe: Callable[..., None]) -> None:
     key, policy = Key(case.number), Forward(start.model)
     params = {name: x.clone() for name, x in start.params.items()}
     engine = EmbeddedEngine(model=start.model, kernels=policy.kernels, pad_token_id=0)
-    sampler: Any = Stale(engine, (0, 12)[case.number % 2]) if case.fault == FAULTS[2] else engine
     critic_model, critic = models.as_critic(start.model, params, key)
     group, valued = 8, case.estimator == "gae"
     sampling, micro = Sampling(n=group, max_tokens=case.tokens, stop_token_ids=(1,)), MicroBatching(size=64)
-    loss = LOSSES[case.loss]
-    if case.fault == FAULTS[1]:
-        loss = (late_mask, late_log_probs)[case.number % 2](loss)
+    late = case.fault == FAULTS[1] and case.number % 2 == 1
+    loss = late_log_probs(LOSSES[case.loss]) if late else LOSSES[case.loss]
     rate = (0.02, 0.05)[case.number % 2] if case.fault == FAULTS[4] else 2e-3
     loop, adam = Loop(mini_batch_size=32, micro_batching=micro), adamw(lambda step: rate, weight_decay=0.0)
     value, critic_adam = Forward(critic_model), adamw(lambda step: 3e-3, weight_decay=0.0)
@@ -202,7 +214,7 @@ def run(case: Case, start: Start, observe: Callable[..., None]) -> None:
     truth = partial(rewards.score, reward=rewards.RewardRunner(true_reward_of(case)), tokenizer=start.tokenizer)
     prompts, held_out = prompts_of(case, start.tokenizer)
     program = Program(
-        rollout=stages.RollOut(engine=sampler, sampling=sampling),
+        rollout=stages.RollOut(engine=sampler_of(case, engine), sampling=sampling),
         score=stages.Score(score=score),
         annotate=stages.Annotate(passes=local_passes(policy, value if valued else None, micro_batching=micro)),
         estimate=stages.Estimate(advantage_fn=ESTIMATORS[case.estimator], max_tokens=case.tokens, whiten=valued),

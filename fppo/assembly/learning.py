@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import attrs
@@ -17,6 +18,7 @@ from fppo.models.model import Model, Params
 from fppo.pipeline.gap import HoldExact, Then, WatchUpdate
 from fppo.pipeline.measure import Measured
 from fppo.pipeline.program import UpdateStage
+from fppo.runtime.mapped import to_files
 from fppo.runtime.offload import HostActivations, Lane, Offloaded, to_host
 from fppo.settings.learning import ActorSettings, CriticSettings, OptimizerSettings
 from fppo.settings.model import Offload
@@ -44,6 +46,7 @@ class Learning:
     loop: Loop
     offload: Offload  # of the state, between uses
     offload_activations: bool
+    moments_directory: str | None = None  # of the files that what the optimizer keeps on the host is in; None: none
 
     def optimizer_on(self, tools: Tools, model: Model | None) -> Optimizer:
         """The role's optimizer, with the kernels of this process's `tools`, and with a loss scale for a model that
@@ -71,9 +74,12 @@ class Learning:
             params = to_host(params)
         state = init_state(params, optimizer, token_budget=self.loop.micro_batching.halved_from)
         state = tree.replace(state, clock=Clock())
-        if self.offload == "moments":
-            return tree.replace(state, opt=to_host(state.opt))
-        return to_host(state) if self.offload == "all" else state
+        if self.offload == "none":
+            return state
+        opt = to_host(state.opt) if self.offload in ("moments", "all") else state.opt
+        if self.moments_directory is not None:
+            opt = to_files(opt, Path(self.moments_directory), setting="model.moments_directory")
+        return tree.replace(state, opt=opt, params=to_host(params) if self.offload == "all" else params)
 
     def measured(self, update: UpdateStage, forward: Forward, lane: Lane) -> UpdateStage:
         """Wrap the update: it reports its FLOPs per second, counted from the model's pass `forward`, as metrics, and
@@ -96,6 +102,7 @@ def learning_of(
     steps: int,
     offload: Offload,
     offload_activations: bool,
+    moments_directory: str | None,
 ) -> Learning:
     """How the actor or the critic learns in `steps` steps from batches of `batch_size` sequences, `n` per prompt."""
     optimizer, updates = section.optimizer, steps * section.updates(batch_size, n)
@@ -109,7 +116,7 @@ def learning_of(
         by_prompt=section.draw_by == "prompt",
         timeline=None if constant else Timeline(warmup, updates),
     )
-    return Learning(role, optimizer, updates, loop, offload, offload_activations)
+    return Learning(role, optimizer, updates, loop, offload, offload_activations, moments_directory)
 
 
 def watch_of(rollout: RolloutSettings, compute_dtype: str) -> Watch | None:

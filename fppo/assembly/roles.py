@@ -341,7 +341,7 @@ def make_roles(
     if source == "engine" and algorithm.reads("sum_squared_probs"):
         source = "pass"  # it runs anyway, to measure the gap to the engine
     sizes = only(settings.rollout, "batch_size", "n")
-    how = partial(learning_of, **sizes, offload_activations=model.offload_activations)
+    how = partial(learning_of, **sizes, **only(model, "offload_activations", "moments_directory"))
     learning = how("actor", actor, steps=settings.actor_steps, offload=model.offload)
     watched = update_watch(settings.rollout, model.compute_dtype, learning.loop)
     load = partial(load_policy, model, critic, key)

@@ -134,7 +134,7 @@ def _learning(sft: SftSettings, section: ModelSettings, steps: int) -> Learning:
     names = ("weight_mode", "horizon", "micro_batch_size", "token_budget", "optimizer")
     actor = ActorSettings(**only(sft, *names), mini_batch_size=sft.batch_size)
     how = {"batch_size": sft.batch_size, "n": 1, "steps": steps}
-    return learning_of("actor", actor, **how, **only(section, "offload", "offload_activations"))
+    return learning_of("actor", actor, **how, **only(section, "offload", "offload_activations", "moments_directory"))
 
 
 def _pass_options(section: ModelSettings, learning: Learning) -> PassOptions:

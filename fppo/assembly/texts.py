@@ -20,7 +20,7 @@ from fppo.models.vision import Vision, takes_images
 from fppo.rollout.engine import Sampling
 from fppo.runtime.gguf_files import gguf_of
 from fppo.settings.model import ModelSettings
-from fppo.settings.places import TOKENIZER_FILES
+from fppo.settings.places import NO_TEMPLATE, TOKENIZER_FILES
 from fppo.settings.reward import RewardModelSettings
 from fppo.settings.rollout import RolloutSettings
 from fppo.settings.train import DataSettings, EvalSettings
@@ -74,6 +74,9 @@ def load_tokenizer(model: ModelSettings, rows: DataSettings, *, pads: bool = Tru
         tokenizer.chat_template = Path(rows.chat_template).read_text(encoding="utf-8-sig")
     if rows.seen and tokenizer.chat_template is None:
         tokenizer.chat_template = open_processor(model, rows)[0].chat_template
+    if rows.chat and tokenizer.chat_template is None:
+        named = f"model.path = {model.path!r}" if model.tokenizer is None else f"model.tokenizer = {model.tokenizer!r}"
+        raise ValueError(f"{named}: {NO_TEMPLATE}")
     if rows.chat:
         data.check_chat_template(tokenizer, options=chat_options(rows))
     return tokenizer

@@ -15,7 +15,7 @@ from fppo.studies.audit.peers import PEERS, adapters_of
 from fppo.studies.audit.report import Audited
 from fppo.workers.imports import imported
 
-FORM = "give a trainer (trl, verl, openrlhf, areno, areal, skyrl, or module:adapters), or --dump FILE"
+FORM = "give a trainer (trl, verl, openrlhf, areno, areal, skyrl, agilerl, or module:adapters), or --dump FILE"
 
 
 def audit(options: AuditOptions) -> int:

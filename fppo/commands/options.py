@@ -196,8 +196,8 @@ class DiffOptions:
 class AuditOptions:
     """Put another trainer's losses and estimators through the laws, or recompute a batch that it wrote.
 
-    TRAINER is trl, verl, openrlhf, areno, areal, skyrl, or a function or tuple of your own as module:adapters. Exits
-    with 0 if no law is broken but by a convention, and no number of the batch differs, else 1.
+    TRAINER is trl, verl, openrlhf, areno, areal, skyrl, agilerl, or a function or tuple of your own as module:adapters.
+    Exits with 0 if no law is broken but by a convention, and no number of the batch differs, else 1.
     """
 
     trainer: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="TRAINER")] = None

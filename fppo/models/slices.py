@@ -123,6 +123,8 @@ class _Slices(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, *tensors = ctx.saved_tensors if ctx.kept is None else map(ctx.give, ctx.kept)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
+            ctx.kept = ctx.give = None  # torch lets go only of what it has saved itself, and the rest holds the layer
         work, (_, needs_x, *needed) = ctx.work, ctx.needs_input_grad
         rows, grads = x.detach().reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
         own = [each.detach().requires_grad_(needs) for each, needs in zip(tensors, needed, strict=True)]

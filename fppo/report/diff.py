@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from fppo.batch import Annotated, Experience, Prompts, Rollout, Scored
-from fppo.pipeline.replay import Difference, first_difference
+from fppo.pipeline.replay import Difference, DifferingLeaf, first_difference
 from fppo.report.remains import DIGESTS
 from fppo.runs import bits, jsonl, origins, starts
 from fppo.runs.loggers import METRICS
@@ -23,15 +23,18 @@ _ROUNDING = 1e-6
 _WHERE = ("output_dir", "resume")  # settings of a run's location
 _DRAWN = "the drawing of prompts"
 _STAGES = (_DRAWN, "gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
-_MAKERS: Mapping[str, str] = MappingProxyType(  # the stage that makes each field of a batch and of a state
+_OF_BATCH: Mapping[str, str] = MappingProxyType(  # the stage that makes each field of a batch
     {
         field.name: stage
         for record, stage in ((Experience, "adv"), (Annotated, "old_log_prob"), (Scored, "reward"), (Rollout, "gen"))
         for field in attrs.fields(record)
     }
     | {field.name: _DRAWN for field in attrs.fields(Prompts) if field.name not in ("tokens", "attention_mask")}
-    | {"ref_log_probs": "ref", "values": "values", "kl": "adv", "cursor": _DRAWN, "ahead": "gen"}
-    | {"actor": "update_actor", "critic": "update_critic", "teacher": "update_actor"}
+    | {"ref_log_probs": "ref", "values": "values", "kl": "adv"}
+)
+_OF_STATE: Mapping[str, str] = MappingProxyType(  # and of the state after a step
+    {"kl": "adv", "ahead": "gen", "critic": "update_critic"}
+    | dict.fromkeys(("actor", "teacher", "entropy"), "update_actor")
 )
 
 
@@ -146,8 +149,8 @@ def _digests(difference: Difference | None, step: int, a: _RecordedRun, b: _Reco
     if difference is None:
         return
     unlike = difference.leaves
-    maker = min((_maker(x.leaf) for x in unlike), key=lambda stage: _STAGES.index(stage))
-    own = [x for x in unlike if _maker(x.leaf) == maker]
+    maker = min((_maker(x) for x in unlike), key=lambda stage: _STAGES.index(stage))
+    own = [x for x in unlike if _maker(x) == maker]
     counts = [
         f"{sum(x.part == part for x in unlike)} of {len({**a.digests[step][part], **b.digests[step][part]})} {of}"
         for part, of in (("batch", "columns of its batch"), ("result", "leaves of the state after it"))
@@ -168,9 +171,10 @@ def _grounds(step: int, a: _RecordedRun, b: _RecordedRun) -> Iterator[str]:
         yield f"  bits of the two need not be equal: {'; '.join(others)}"
 
 
-def _maker(leaf: str) -> str:
+def _maker(differing: DifferingLeaf) -> str:
     """The stage that made a leaf; leaves that no stage changes belong to the drawing of prompts."""
-    return _MAKERS.get(leaf.removeprefix(".").partition("[")[0].partition(".")[0], _DRAWN)
+    name = differing.leaf.removeprefix(".").partition("[")[0].partition(".")[0]
+    return (_OF_BATCH if differing.part == "batch" else _OF_STATE).get(name, _DRAWN)
 
 
 def _metrics(step: int, a: _RecordedRun, b: _RecordedRun) -> Iterator[str]:

@@ -109,11 +109,11 @@ def state_of(run: Path, title: str, known: tuple[str, int] | None = None) -> Sta
 
 def _memory(run: Path) -> State | None:
     """The memory of the last step of which there is a record, on the rank with the largest peak."""
-    found = [(step, stages) for step, stages in memory.read(run) if stages]
+    found = [each for each in memory.read(run) if each.stages]
     if not found:
         return None
-    step, stages = max(found, key=lambda each: (each[0], max(stage.peak for stage in each[1])))
-    return {"step": step, "stages": [attrs.asdict(stage) for stage in stages]}
+    last = max(found, key=lambda each: (each.step, max(stage.peak for stage in each.stages)))
+    return attrs.asdict(last) | {"ranks": sum(each.step == last.step for each in found)}
 
 
 def _steps_without_metrics(

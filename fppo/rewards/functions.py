@@ -21,7 +21,8 @@ def batch_reward(fn: F) -> F:
 def tensor_reward(fn: F) -> F:
     """Mark a function of the whole rollout that returns scores [B], or scores and metrics, such as a reward model.
 
-    A third result, bool [B], is False at rows without a score. It runs in this process.
+    A third result, bool [B] or None, is False at rows without a score; a fourth, text or None for each row, is what it
+    says about the response, for a teacher. It runs in this process.
     """
     fn.reward_kind = "tensor"  # type: ignore[attr-defined]
     return fn

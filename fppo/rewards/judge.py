@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -23,7 +24,7 @@ from fppo.rewards.question import pattern_problem, score_in, template_problem
 from fppo.rewards.scoring import samples_of
 from fppo.rollout.engine import Ask, Engine, Sampling
 from fppo.rollout.spread import merged_shares
-from fppo.runtime.mesh import AXES, LOCAL, Mesh, place_on
+from fppo.runtime.mesh import AXES, LOCAL, Mesh, gather_objects, place_on
 from fppo.steps.ranks import collect, deal
 from fppo.workers.sample import Sample
 
@@ -44,10 +45,10 @@ class LanguageJudge:
     The question is `template` with {prompt}, {response} and {ground_truth} filled in, with `chat` through the chat
     template of `tokenizer`; `rollout_tokenizer` decodes the rollout. A question of more than `max_prompt_tokens` loses
     its middle. The score is the number in the group of the last match of `pattern` in the answer; without a match the
-    response has no score. Answers depend on the key, the row's id and the question alone. On a `mesh` all ranks hold
-    all rows; each scores a share of the rows, and all get all scores. Ranks that differ on the axes `together` alone
-    use the engine jointly, for the union of their shares. Question tokens from `vocabulary` on, the rows of the model's
-    embedding, are left out.
+    response has no score. The answer is also what the judge says about the response. Answers depend on the key, the
+    row's id and the question alone. On a `mesh` all ranks hold all rows; each scores a share of the rows, and all get
+    all scores and answers. Ranks that differ on the axes `together` alone use the engine jointly, for the union of
+    their shares. Question tokens from `vocabulary` on, the rows of the model's embedding, are left out.
     """
 
     engine: Engine
@@ -66,32 +67,35 @@ class LanguageJudge:
     reward_kind = "tensor"
     reward_name = "judge"
 
-    def __call__(self, rollout: Rollout) -> tuple[Tensor, Metrics, Tensor]:
+    def __call__(self, rollout: Rollout) -> tuple[Tensor, Metrics, Tensor, list[str]]:
         """Scores [B] float64; the numbers of answers without a score and of cut questions, as metrics; the rows with a
-        score, bool [B]."""
+        score, bool [B]; the answers."""
         shares = deal(len(rollout.tokens), self.mesh)
         own = shares[place_on(self.mesh, AXES)]
         # ranks without a row ask one question and drop the answer: engines gather parameters by collectives
         asked = merged_shares(shares, self.mesh, self.together) or [0]
-        verdicts = self._verdicts(batches.rows(rollout, asked))[[asked.index(row) for row in own]]
-        every = collect(verdicts.to(rollout.tokens.device), shares, self.mesh, AXES)
+        verdicts, answers = self._verdicts(batches.rows(rollout, asked))
+        places = [asked.index(row) for row in own]
+        every = collect(verdicts[places].to(rollout.tokens.device), shares, self.mesh, AXES)
+        said = gather_objects([answers[place] for place in places], self.mesh, AXES, rollout.tokens.device)
+        texts = dict(zip(chain(*shares), chain(*said), strict=True))
         scores, unparsed, cut = every.unbind(1)
         report: Metrics = {
             "reward/judge_unparsed": metrics.total(unparsed.sum()),
             "reward/judge_truncated": metrics.total(cut.sum()),
         }
-        return scores, report, unparsed == 0
+        return scores, report, unparsed == 0, [texts[row] for row in range(len(texts))]
 
-    def _verdicts(self, rollout: Rollout) -> Tensor:
+    def _verdicts(self, rollout: Rollout) -> tuple[Tensor, list[str]]:
         """For each row its score (0 for an answer without one), 1 for an answer without a score, and 1 for a cut
-        question; float64 [B, 3]."""
+        question, float64 [B, 3]; and the answers."""
         questions = [self._encoded(sample) for sample in samples_of(rollout, self.rollout_tokenizer)]
         limit, head = self.max_prompt_tokens, self.max_prompt_tokens // 2
         kept = [ids if len(ids) <= limit else [*ids[:head], *ids[head - limit :]] for ids in questions]
         answers = self._answers(self._prompts(kept, rollout))
         scores = [score_in(answer, self.pattern, cut=cut) for answer, cut in answers]
         rows = [(score or 0.0, score is None, len(ids) > limit) for score, ids in zip(scores, questions, strict=True)]
-        return torch.tensor(rows, dtype=torch.float64)
+        return torch.tensor(rows, dtype=torch.float64), [answer for answer, _ in answers]
 
     def _encoded(self, sample: Sample) -> list[int]:
         ids = self._tokens_of(sample)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fppo._errors import shown
 from fppo.rewards.functions import RewardTerm
-from fppo.rewards.runner import Runner, check_failures
+from fppo.rewards.runner import RewardResults, Runner, check_failures
 from fppo.rewards.steps import process_rewards, rewards_of_tokens
 from fppo.workers.sample import Sample
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from fppo.batch import Prompts, Rollout, Scored
+    from fppo.batch import Column, Prompts, Rollout, Scored
     from fppo.metrics import Metrics
 
 EXTRACTED = "extracted_answer"  # the key of a reward's extracted answer in extras
@@ -28,8 +29,9 @@ def score(
 
     `named_scores` holds every term, unweighted, and further numbers returned by functions: by their own names if the
     reward is one function, else as "term/name". Answers returned by functions go to `extras` as "extracted_answer", for
-    each sample that of the last function that returns one; what functions say ("feedback") goes there by their names as
-    "reward_feedback". `outcomes` are the sums without the terms marked by `shaping_reward`, if there are any.
+    each sample that of the last function that returns one; what functions say ("feedback", and a judge's answers) goes
+    there by their names as "reward_feedback". `outcomes` are the sums without the terms marked by `shaping_reward`, if
+    there are any.
 
     If a function rewards steps, `process_rewards` hold the weighted sum token by token (`steps.process_rewards`); the
     score of a term is the sum of its steps.
@@ -53,7 +55,7 @@ def score(
     if results.failures and not rollout.versions.any():
         check_failures(results.failures, len(rollout.tokens))
     steps = {name: rewards_of_tokens(name, own, samples, rollout, tokenizer) for name, own in results.steps.items()}
-    scores, more, noted = _term_scores(reward.terms, results.scores, rollout, failure_score)
+    scores, more, noted, words = _term_scores(reward.terms, results.scores, rollout, failure_score)
     steps |= more
     count = len(rollout.tokens)
     total = _total(reward.terms, scores, count, device)
@@ -64,12 +66,7 @@ def score(
         raise ValueError(f"the reward returns numbers named {clash}, names of its functions too; rename them")
     further = {name: torch.tensor(column, dtype=torch.float64, device=device) for name, column in results.named.items()}
     named = {name: x.float() for name, x in (scores | further).items()}
-    extras = rollout.extras
-    if any(answer is not None for answer in results.answers):
-        pairs = zip(extras, results.answers, strict=True)
-        extras = batch.Column({**extra, EXTRACTED: answer} for extra, answer in pairs)
-    if any(results.feedback):
-        extras = batch.Column({**extra, SAID: said} for extra, said in zip(extras, results.feedback, strict=True))
+    extras = _with_texts(rollout.extras, results, words)
     columns = {"scores": total.float(), "named_scores": named, "outcomes": outcomes}
     if any(term.weight and term.name in steps for term in reward.terms):
         columns["process_rewards"] = process_rewards(reward.terms, scores, steps, rollout)
@@ -86,23 +83,42 @@ def _term_scores(
     columns: Mapping[str, Sequence[float]],
     rollout: Rollout,
     failure_score: float | None,
-) -> tuple[dict[str, Tensor], dict[str, Tensor], Metrics]:
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Metrics, dict[str, Sequence[str | None]]]:
     """The scores [B] float64 of each term, from the `columns` of functions of samples, or by functions of the whole
-    rollout; and the latter's rewards of steps [B, T] and metrics. `failure_score`, if it is given, replaces nan."""
+    rollout; and the latter's rewards of steps [B, T], metrics, and texts about the rows. `failure_score`, if it is
+    given, replaces nan."""
     import torch
 
     scores = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
     steps: dict[str, Tensor] = {}
     noted: Metrics = {}
+    words: dict[str, Sequence[str | None]] = {}
     for term in terms:
         if term.kind == "tensor":
-            scores[term.name], given, more = _tensor_scores(term, rollout)
+            scores[term.name], given, more, said = _tensor_scores(term, rollout)
             steps |= {} if given is None else {term.name: given}
+            words |= {} if said is None else {term.name: said}
             noted |= more
     scores = {term.name: scores[term.name].to(rollout.tokens.device) for term in terms}
     if failure_score is not None:
         scores = {name: x.nan_to_num(nan=failure_score) for name, x in scores.items()}
-    return scores, steps, noted
+    return scores, steps, noted, words
+
+
+def _with_texts(extras: Column, results: RewardResults, words: Mapping[str, Sequence[str | None]]) -> Column:
+    """The extras with extracted answers, and with what rewards said: functions of samples, and `words` of others."""
+    from fppo import batch
+
+    if any(answer is not None for answer in results.answers):
+        extras = batch.Column(
+            {**extra, EXTRACTED: answer} for extra, answer in zip(extras, results.answers, strict=True)
+        )
+    said = [
+        own | {name: texts[row] for name, texts in words.items() if texts[row] is not None}
+        for row, own in enumerate(results.feedback)
+    ]
+    pairs = zip(extras, said, strict=True)
+    return batch.Column({**extra, SAID: each} for extra, each in pairs) if any(said) else extras
 
 
 def _of_rows(scored: Scored, rows: Rollout) -> Scored:
@@ -188,18 +204,21 @@ def _text(ids: Sequence[int], tokenizer: Any) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def _tensor_scores(term: RewardTerm, rollout: Rollout) -> tuple[Tensor, Tensor | None, Metrics]:
+def _tensor_scores(
+    term: RewardTerm, rollout: Rollout
+) -> tuple[Tensor, Tensor | None, Metrics, Sequence[str | None] | None]:
     """The scores of a function of the whole rollout, nan for rows without one; its rewards of steps [B, T], if it gives
-    these; and its metrics if any.
+    these; its metrics if any; and what it says about each row, if it does.
 
-    Raises ValueError unless the result is finite and of shape [B], or of shape [B, T] and nan where no step ends.
+    Raises ValueError unless the result is finite and of shape [B], or of shape [B, T] and nan where no step ends, and
+    what it says a text or None for each row.
     """
     import torch
 
     result = term.fn(rollout)
     scores, *others = result if isinstance(result, tuple) else (result,)
     more: Metrics = others[0] if others else {}
-    known = others[1] if len(others) > 1 else None
+    known, said = (*others[1:], None, None)[:2]
     count, shape = len(rollout.tokens), tuple(rollout.response_mask.shape)
     if not isinstance(scores, torch.Tensor) or scores.shape not in ((count,), shape):
         given = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
@@ -217,4 +236,6 @@ def _tensor_scores(term: RewardTerm, rollout: Rollout) -> tuple[Tensor, Tensor |
         raise ValueError(
             f"the reward {term.name!r} returned {value} for sample {bad[0]} ({len(bad)} of {count} samples)"
         )
-    return scores.where(known, torch.nan), steps, more
+    if said is not None and (len(said) != count or not all(text is None or isinstance(text, str) for text in said)):
+        raise ValueError(f"the reward {term.name!r} said {shown(said)}, not a text or None for each of {count} samples")
+    return scores.where(known, torch.nan), steps, more, said

@@ -17,6 +17,7 @@ import attrs
 from fppo._errors import printable, words_of
 from fppo.pipeline.train import StepRecord
 from fppo.runs import held_out, samples
+from fppo.runs.alarms import Alarms
 from fppo.runs.guards import Guarded, Logger, NotStarted, Queued, Rows, TrackerRun
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.trackers import TRACKERS, Tracked, start
@@ -128,10 +129,13 @@ class Tables:
         return cache(partial(samples.shown, on_host, self.tokenizer, step))
 
 
-def observer(loggers: Sequence[Logger], tables: Tables | None = None) -> Callable[[StepRecord], None]:
+def observer(
+    loggers: Sequence[Logger], tables: Tables | None = None, alarms: Alarms | None = None
+) -> Callable[[StepRecord], None]:
     """An observer for `pipeline.train`: hands a step's metrics to the loggers, and samples to trackers that show them.
 
-    The numbers of failed and of dropped calls of loggers, if any, are added to the metrics.
+    The numbers of failed and of dropped calls of loggers, if any, are added to the metrics. Trackers also get a 1 for
+    each of the `alarms` that rings at the step.
     """
 
     def observe(record: StepRecord) -> None:
@@ -139,8 +143,9 @@ def observer(loggers: Sequence[Logger], tables: Tables | None = None) -> Callabl
         failures = sum(logger.failures for logger in loggers if isinstance(logger, Guarded | Queued))
         dropped = sum(logger.dropped for logger in loggers if isinstance(logger, Queued))
         counted = {name: float(count) for name, count in ((FAILED, failures), (DROPPED, dropped)) if count}
+        rung = {f"alarm/{each.alarm}": 1.0 for each in alarms(record)} if alarms else {}
         for logger in loggers:
-            logger.log(step, record.metrics | counted)
+            logger.log(step, record.metrics | counted | (rung if isinstance(logger, Queued) else {}))
         shows = [logger for logger in loggers if isinstance(logger, Queued) and logger.takes_samples]
         if tables is not None and shows and (rows := tables.of(record)) is not None:
             for logger in shows:

@@ -21,6 +21,7 @@ from fppo.rollout.banks import CACHE
 from fppo.runtime.exports import write_whole
 
 MEMORY = "memory"  # the directory in a run's
+RANK = "_rank_"  # before the rank in the names of files, on a mesh of several
 TRACED: Mapping[str, int] = MappingProxyType({"cpu": 0, "cuda": 1, "xpu": 12})  # the numbers of devices in a trace
 
 
@@ -37,6 +38,15 @@ class StageMemory:
     cache: int
     activations: int
     peak: int
+
+
+@attrs.frozen
+class StepMemory:
+    """The memory of a step's stages on a rank of the run's mesh."""
+
+    step: int
+    rank: int
+    stages: Sequence[StageMemory]
 
 
 @attrs.frozen(kw_only=True)
@@ -133,21 +143,22 @@ def write(path: Path, step: int, stages: Sequence[StageMemory]) -> None:
     write_whole(path, f"{text}\n".encode())
 
 
-def read(run: Path, steps: Collection[int] | None = None) -> list[tuple[int, list[StageMemory]]]:
+def read(run: Path, steps: Collection[int] | None = None) -> list[StepMemory]:
     """The memory of a run's recorded steps (None: of all), by step and rank, without damaged files."""
-    found = []
+    found = list[StepMemory]()
     for path in sorted((run / MEMORY).glob("step_*.json")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             content = json.loads(path.read_text(encoding="utf-8"))
-            found.append((int(content["step"]), [StageMemory(**stage) for stage in content["stages"]]))
-    return [each for each in found if steps is None or each[0] in steps]
+            stages = [StageMemory(**stage) for stage in content["stages"]]
+            found.append(StepMemory(int(content["step"]), int(path.stem.partition(RANK)[2] or 0), stages))
+    return [each for each in found if steps is None or each.step in steps]
 
 
-def peaks(found: Iterable[tuple[int, Sequence[StageMemory]]]) -> dict[str, int]:
+def peaks(found: Iterable[StepMemory]) -> dict[str, int]:
     """The largest peak of each stage over steps and ranks."""
     largest: dict[str, int] = {}
-    for _, stages in found:
-        for each in stages:
+    for looked in found:
+        for each in looked.stages:
             largest[each.stage] = max(each.peak, largest.get(each.stage, 0))
     return largest
 

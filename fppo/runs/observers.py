@@ -104,7 +104,7 @@ class Profiles:
 
     def _path(self, folder: str, step: int, ending: str) -> Path:
         (self.directory / folder).mkdir(parents=True, exist_ok=True)
-        rank = f"_rank_{place_on(self.mesh, AXES)}" if ranks_on(self.mesh, AXES) > 1 else ""
+        rank = f"{memory.RANK}{place_on(self.mesh, AXES)}" if ranks_on(self.mesh, AXES) > 1 else ""
         return self.directory / folder / f"step_{step:08d}{rank}.{ending}"
 
 

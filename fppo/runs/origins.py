@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import functools
 import importlib.util
+import inspect
 import json
 import platform
 import re
@@ -16,12 +17,14 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, cast
 
 import attrs
 import cattrs
 from packaging.requirements import Requirement
 
 from fppo._errors import json_of
+from fppo.rewards.functions import Reward
 from fppo.runs import bits
 from fppo.runtime.exports import write_whole
 from fppo.settings import component, files, modules
@@ -39,16 +42,19 @@ class Origin:
     commits: Mapping[str, str]
     """The git commits of fppo and of the users' modules, for those in a repository."""
     code: Mapping[str, str]
-    """The sources of the users' modules whose functions settings name."""
+    """The sources of the users' modules whose functions settings name, and of functions that `fppo.train` was given."""
     ground: Mapping[str, str] = attrs.field(factory=dict)
     """The grounds of its bits (`bits.ground`); empty for a start that did not record them."""
 
 
-def origin_of(settings: TrainSettings) -> Origin:
-    """The current origin of a run with these settings."""
+def origin_of(settings: TrainSettings, given: Mapping[str, Reward]) -> Origin:
+    """The current origin of a run with these settings, and with the functions that `fppo.train` was given by name."""
     versions = {"python": platform.python_version(), "fppo": metadata.version("fppo"), **installed()}
     places = {"fppo": Path(__file__)}
     code = {}
+    for name, function in given.items():
+        with contextlib.suppress(OSError, TypeError):  # typed at a prompt, or an object
+            code[name] = inspect.getsource(cast(Any, function))
     for _, function in modules.own_functions(settings):
         module = function.partition(":")[0]
         if (place := component.source_of(module)) is not None:
@@ -93,14 +99,14 @@ def _head(git: Path) -> str | None:
     return next((line.split()[0] for line in lines if line.endswith(f" {name}")), None)
 
 
-def record(settings: TrainSettings, step: int) -> list[str]:
+def record(settings: TrainSettings, step: int, given: Mapping[str, Reward] = MappingProxyType({})) -> list[str]:
     """Write down the origin of a start, that is the versions, commits, user code and machine that it runs with. `step`
-    is the step that it resumes from.
+    is the step that it resumes from, `given` the functions that `fppo.train` was given, by name.
 
     Returns lines on changes since the last start, to be printed after "going on from step N"; none for the first start,
     or without changes. Removes the origins of starts from later steps, as `starts.record` does.
     """
-    directory, now = Path(settings.output_dir) / files.STARTS, origin_of(settings)
+    directory, now = Path(settings.output_dir) / files.STARTS, origin_of(settings, given)
     files_of = recorded(directory.parent)
     before = [_read(file) for file in files_of.values()]
     for start, file in files_of.items():

@@ -360,9 +360,6 @@ def _writing(
         for each in sampled:
             opened.callback(each.close)
         logged = [FirstStep(settings), _logging(settings, assembly, first_step, opened)]
-        if settings.log.alarms:
-            earlier = jsonl.read(directory / loggers.METRICS, on_damage=_nothing)
-            logged.append(Alarms(line for line in earlier if line.get("step", 0) < first_step))
         own = [OwnObserver(name, fn) for name, fn in assembly.inputs.observers.items()]
         opened.callback(_close_each, own)
         lines = opened.enter_context(_closing(directory / replay.DIGESTS, first_step))
@@ -467,7 +464,7 @@ def _sample_files(settings: TrainSettings, assembly: Assembly, first_step: int) 
 
 
 def _logging(settings: TrainSettings, assembly: AnyAssembly, first_step: int, opened: contextlib.ExitStack) -> Observe:
-    """The observer that logs metrics; closed with `opened`."""
+    """The observer that logs metrics and alarms; closed with `opened`."""
     sinks = loggers.open_loggers(
         settings.log.loggers,
         Path(settings.output_dir),
@@ -482,7 +479,9 @@ def _logging(settings: TrainSettings, assembly: AnyAssembly, first_step: int, op
     opened.callback(loggers.close, sinks)
     log = settings.log
     tables = loggers.Tables(rows=log.table_rows, every=log.table_every, tokenizer=assembly.inputs.tokenizer)
-    return loggers.observer(sinks, tables)
+    earlier = jsonl.read(Path(settings.output_dir) / loggers.METRICS, on_damage=_nothing) if log.alarms else ()
+    alarms = Alarms(line for line in earlier if line.get("step", 0) < first_step) if log.alarms else None
+    return loggers.observer(sinks, tables, alarms)
 
 
 def _record_start(settings: TrainSettings, assembly: AnyAssembly, step: int, digest_every: int) -> None:
@@ -494,7 +493,7 @@ def _record_start(settings: TrainSettings, assembly: AnyAssembly, step: int, dig
     if step:
         ranks = ranks_on(assembly.mesh, AXES)
         print(f"going on from step {step} on {'1 process' if ranks == 1 else f'{ranks} processes'}", file=sys.stderr)
-    for news in origins.record(settings, step):
+    for news in origins.record(settings, step, assembly.inputs.own_rewards):
         print(f"going on from step {step} {news}", file=sys.stderr)
     texts = assembly.inputs.texts
     for role, model in (("actor", assembly.model), ("critic", assembly.critic_model)):

@@ -33,6 +33,7 @@ from fppo import tree
 from fppo._errors import json_of
 from fppo.runtime.exports import sync
 from fppo.runtime.layout import Cut, Extent
+from fppo.runtime.mapped import empty_beside
 from fppo.runtime.mesh import AXES, CUTTING_AXES, Mesh, gather_objects
 from fppo.runtime.parts import Part, holds, overlaps, part_of
 from fppo.runtime.streamed import opened
@@ -309,7 +310,8 @@ def _bytes(x: Tensor) -> Tensor:
 
 def on_host(tensors: Mapping[str, Tensor], copy: bool) -> dict[str, Tensor]:
     """Copy tensors to the host, contiguous, none sharing memory with another. With `copy` none shares memory with the
-    given tensors either; without, a tensor on the host may be returned as it is."""
+    given tensors either, and those of tensors in files are in files, too; without, a tensor on the host may be returned
+    as it is."""
     own: dict[str, Tensor] = {}
     stage: Tensor | None = None
     taken: set[int] = set()
@@ -317,6 +319,8 @@ def on_host(tensors: Mapping[str, Tensor], copy: bool) -> dict[str, Tensor]:
         if x.is_cuda:
             stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True) if stage is None else stage
             own[path] = _staged(x, stage)
+        elif copy and (beside := empty_beside(x)) is not None:
+            own[path] = beside.copy_(x).contiguous()
         else:
             pointer = x.untyped_storage().data_ptr()
             own[path] = x.to("cpu", copy=copy or pointer in taken, memory_format=torch.contiguous_format).contiguous()

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fppo import devices, tree
+from fppo.runtime.mapped import empty_beside
 
 T = TypeVar("T")
 Update = Callable[..., tuple[Any, Any]]
@@ -123,9 +124,15 @@ def to_device(values: T, lane: Lane) -> T:
 
 
 def copied(values: T) -> T:
-    """Copy a tree on its devices, pinned memory to pinned memory. Raises TypeError for values in other processes."""
+    """Copy a tree on its devices, pinned memory to pinned memory, files to files. Raises TypeError for values in other
+    processes."""
     tree.check_here(values, "a copy")
-    return tree.map(lambda x: torch.empty_like(x, pin_memory=x.is_pinned()).copy_(x), values)
+
+    def copy(x: Tensor) -> Tensor:
+        beside = empty_beside(x)
+        return (torch.empty_like(x, pin_memory=x.is_pinned()) if beside is None else beside).copy_(x)
+
+    return tree.map(copy, values)
 
 
 def by_layer(fn: Callable[..., T], lane: Lane) -> Callable[..., T]:

@@ -87,6 +87,8 @@ def _model(s: TrainSettings) -> Problems:
             yield problem_at(s, setting, f"{path} = {value!r} {why}; leave one of them out")
     if s.model.compile_layers and s.model.mlp_slice_tokens is not None:
         yield problem_at(s, "model.mlp_slice_tokens", "compiled layers compute their MLPs whole; leave one of them out")
+    if s.model.offload == "none" and s.critic.offload in (None, "none"):
+        yield from unread_problems(s, ["model.moments_directory"], 'model.offload = "moments" or more')
     if not s.algorithm.uses_critic:
         yield from unread_problems(s, ["model.critic_path"], 'algorithm.advantage = "gae"')
     elif not s.uses_critic_model:

@@ -140,6 +140,8 @@ class ModelSettings:
     """Modules imported in every process before it builds a model, as those that register classes with AutoConfig."""
     offload: Offload = setting("none")
     """In the host's memory between uses (GPUs): moments; parameters, too; or both, and the optimizer works there."""
+    moments_directory: str | None = setting(None, place)
+    """A directory on a disk for files with what offload keeps of optimizers, also the critic's; None: in memory."""
     ref_offload: bool | None = setting(None)
     """Keep the reference in the host's memory between uses (GPUs); None: where offload keeps the policy there."""
     teacher_offload: bool | None = setting(None)

@@ -43,7 +43,7 @@ _MARKS = ("starts/step_*.toml", "checkpoints/step_*", "rollouts/step_*", "metric
 _BESIDE = (".toml", ".log", ".out", ".err")  # what may stand there before: settings, and what a shell writes
 _NO_PLACE = "is no directory, or a link that leads to none"
 _CONFIG = "config.json"
-_NO_TEMPLATE = "its tokenizer has no chat template, which chat = true needs"
+NO_TEMPLATE = "its tokenizer has no chat template, which chat = true needs; use a chat model, or set it to false"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _MOST_BYTES = 32 << 20  # of rows that are all looked at: reading takes time
 _FIRST = 1000  # rows that are looked at of more
@@ -73,7 +73,7 @@ def _problems(settings: TrainSettings) -> list[Problem]:
         models["model.ref_path"] = settings.model.ref_path
     lines = [*output_problems(settings), *_start(settings)]
     lines += [line for name, path in models.items() if path is not None for line in _model(name, path)]
-    lines += _tokenizers(settings)
+    lines += [*_tokenizers(settings), *_moments(settings.model.moments_directory)]
     for name in ("path", "eval_path"):
         for path in getattr(settings.data, name):
             lines += _rows(f"data.{name}", path)
@@ -224,6 +224,13 @@ def _start(settings: TrainSettings) -> Problems:
         yield Problem("rollout.from", rollouts, wrong)
 
 
+def _moments(path: str | None) -> Problems:
+    """Yield the reason why no files can be made in model.moments_directory, if there is one."""
+    if path is not None and not (Path(path).is_dir() and os.access(path, os.W_OK | os.X_OK)):
+        wrong = "files cannot be made there" if Path(path).is_dir() else "there is no such directory"
+        yield Problem("model.moments_directory", path, f"{wrong}; make one on a local disk with room for the moments")
+
+
 def _gguf(path: str) -> GgufHeader | str | None:
     """The header of the GGUF file that a path names, or a text on why it cannot be read; None if the path names no such
     file."""
@@ -297,7 +304,7 @@ def _tokenizer(name: str, path: str, *, template: bool = False) -> Problems:
             text = "its header holds no tokenizer" + _advice(name)
         else:
             missing = template and "tokenizer.chat_template" not in packed.metadata
-            text = _NO_TEMPLATE if missing else None
+            text = NO_TEMPLATE if missing else None
         yield from [] if text is None else [Problem(name, path, text)]
         return
     if not path or not is_local(path):
@@ -312,7 +319,7 @@ def _tokenizer(name: str, path: str, *, template: bool = False) -> Problems:
         wrong = [text for file in there if file.suffix == ".json" and (text := _not_json(file)) is not None]
         yield from (Problem(name, path, text) for text in wrong)
         if template and there and not wrong and not _has_template(directory):
-            yield Problem(name, path, _NO_TEMPLATE)
+            yield Problem(name, path, NO_TEMPLATE)
 
 
 def _advice(name: str) -> str:

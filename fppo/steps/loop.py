@@ -17,7 +17,6 @@ from fppo.episodes import episode_rows, num_episodes
 from fppo.grad import detached, gradients, value_and_grad, variables
 from fppo.key import Key
 from fppo.metrics import Metrics
-from fppo.models.model import Model
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import DATA_AXES, Mesh, data_metrics, gradient_sum, place_on, ranks_on
 from fppo.runtime.schedule import MakeSchedule, one_f_one_b
@@ -237,9 +236,9 @@ def update(
     count = _divisible(batch, loop, forward)
     history: list[Metrics] = []
     mesh = attrs.evolve(forward.mesh, layout=forward.model.state_layout)
-    gradient = partial(_gradients, record=record)
-    if forward.model.spans:
-        gradient = partial(_stage_gradients, make_schedule=loop.stage_schedule)
+    step = partial(optimizer_step, optimizer=optimizer, mesh=mesh, fixed=forward.model.untrained_params, donate=True)
+    staged = partial(_stage_gradients, make_schedule=loop.stage_schedule)
+    gradient = staged if forward.model.spans else partial(_gradients, record=record)
     begun = fitted = memory.remembered(loop.micro_batching, state.token_budget, mesh)
     for mini in _mini_batches(batch, attrs.evolve(loop, micro_batching=begun), forward, key):
         mini = mini if fitted == begun else _recut(mini, fitted, mesh)
@@ -264,8 +263,10 @@ def update(
         report, loads = split_loads(metrics.settled(data_metrics(report, mesh)), prefix, forward.model.routers)
         report = report if objective.settle is None else objective.settle(report)
         state = state if donate or history else tree.copy(state)
-        turn = loop.turn(len(history), count)
-        state, stepped = _stepped(state, gradient_sum(grads, mesh), loads, optimizer, mesh, forward.model, turn, loop)
+        state, stepped = step(state, gradient_sum(grads, mesh), turn=loop.turn(len(history), count))
+        if loop.balance_rate and loads is not None:
+            moved = balanced(state.params, loads, forward.model, mesh, rate=loop.balance_rate, unless=stepped)
+            state = tree.replace(state, params=moved)
         objective = attrs.evolve(objective, first=None)
         history.append(metrics.merge(report, {f"{prefix}/{name}": m for name, m in stepped.items()}))
     if loop.micro_batching.halve_on_oom:
@@ -307,27 +308,6 @@ def _recut(mini: MiniBatch, micro_batching: MicroBatching, mesh: Mesh) -> MiniBa
     micro_batches = cut(mini.masks, micro_batching)
     (passes,) = rounds([len(micro_batches)], mesh, mini.weights.device)
     return mini._replace(micro_batches=micro_batches, passes=passes)
-
-
-def _stepped(
-    state: TrainState,
-    grads: Params,
-    loads: Any,
-    optimizer: Optimizer,
-    mesh: Mesh,
-    model: Model,
-    turn: UpdateTurn | None,
-    loop: Loop,
-) -> tuple[TrainState, Metrics]:
-    """An optimizer's step by summed gradients, which gives up the memory of `state`, and the adjustment of routers'
-    biases by the `loads` of their experts."""
-    state, stepped = optimizer_step(
-        state, grads, optimizer=optimizer, mesh=mesh, fixed=model.untrained_params, turn=turn, donate=True
-    )
-    if loop.balance_rate and loads is not None:
-        moved = balanced(state.params, loads, model, mesh, rate=loop.balance_rate, unless=stepped)
-        state = tree.replace(state, params=moved)
-    return state, stepped
 
 
 def _mini_batches(batch: TrainRows, loop: Loop, forward: Forward, key: Key | None) -> Iterator[MiniBatch]:

@@ -115,8 +115,9 @@ def test_every_problem_is_named_at_once_with_those_of_files_and_rows(task, capsy
     assert not (task / "run").exists()
 
 
-def test_a_problem_that_settings_show_is_named_once(task, capsys):
-    assert main(["check", str(task / "run.toml"), "--rollout.n", "3"]) == 2
+@pytest.mark.parametrize("flags", [["--rollout.n", "3"], ["--data.chat"]])
+def test_a_problem_that_settings_show_is_named_once(task, capsys, flags):
+    assert main(["check", str(task / "run.toml"), *flags]) == 2
     assert capsys.readouterr().err.startswith("fppo check: 1 problem in ")
 
 

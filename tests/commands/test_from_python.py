@@ -78,8 +78,15 @@ def test_a_closure_trains_as_the_command_does_bit_for_bit(task, capsys):
     assert cli.main(["train", str(task / "run" / "settings.toml"), "--steps", "3"]) == 2
     assert "'fppo.train:score' is a function of the program that called fppo.train" in capsys.readouterr().err
     again = fppo.train(**made(task, reward=score, steps=3))
-    assert "going on from step 2" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "going on from step 2" in said
+    assert "other code" not in said
     assert [*again.metrics().index] == [1, 2, 3]
+
+    changed = lambda sample: 0.5 * score(sample)  # noqa: E731
+    changed.__name__ = "score"
+    fppo.train(**made(task, reward=changed, steps=4))
+    assert "with other code: the code of fppo.train:score has changed: 1 lines added" in capsys.readouterr().err
 
 
 def length(sample):

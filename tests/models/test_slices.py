@@ -254,3 +254,22 @@ def test_long_rows_take_less_memory():
         assert peak(sliced(model, 32, how), params, batch) < 0.6 * peak(sliced(model, None, how), params, batch)
     whole, cut = (peak(sliced(model, size), params, batch, trains=False) for size in (None, 32))
     assert cut < 0.6 * whole
+
+
+class AtEmbedding(Limited):
+    """Counts the tensors of the size of hidden states that are alive when a backward pass comes to the embeddings, its
+    last operation."""
+
+    left = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.embedding_dense_backward.default:
+            self.left = sum(ref().nbytes() >= args[0].nbytes for ref in self._seen.values())
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_a_layer_keeps_nothing_behind_its_backward_pass():
+    for how in ("selective", True):
+        with AtEmbedding() as counted:
+            outcome(sliced(MODEL, 3, how), PARAMS, tiny.experience(5, 1, prompt=50, response=50))
+        assert counted.left == 1, "the gradient of the embeddings"

@@ -59,9 +59,9 @@ def test_a_state_that_is_known_is_not_read_again(tmp_path):
 def test_the_memory_is_that_of_the_last_step_and_of_the_fullest_rank(tmp_path):
     run = view_runs.write_run(tmp_path / "mine", steps=4)
     shown = viewed.state_of(run, "")["memory"]
-    assert shown["step"] == 4
+    assert (shown["step"], shown["rank"], shown["ranks"]) == (4, 1, 2)
     assert [stage["stage"] for stage in shown["stages"]] == ["gen", "update_actor"]
-    update = attrs.asdict(memory.read(run, (4,))[1][1][1])
+    update = attrs.asdict(memory.read(run, (4,))[1].stages[1])
     assert shown["stages"][1] == update
     assert update["peak"] == sum(size for name, size in update.items() if name not in ("stage", "peak"))
     known = viewed.state_of(run, "")["lines"]["stamp"], 5

@@ -1,6 +1,6 @@
 """The viewer as a browser shows it. Needs playwright and a Chromium on the PATH; both are missing from most machines.
 
-pip install playwright && apt-get install chromium
+pip install playwright axe-playwright-python && apt-get install chromium
 """
 
 from __future__ import annotations
@@ -112,11 +112,17 @@ def test_the_overview_names_what_a_run_is(saved, window):
     ):
         assert words in text, words
     assert page.locator("figure.chart canvas").count() >= 3
-    assert "Memory of step 6" in text
+    assert "Memory of step 6, on rank 1, which has most of 2" in text
     assert page.locator(".memory .stack").count() == 2
     assert page.locator(".memory .stack").last.get_attribute("aria-label") == (
         "update_actor: parameters 4 GiB, moments 8 GiB, gradients 2 GiB, activations 5 GiB"
     )
+    page.click("text=The numbers of this memory")
+    assert page.locator(".wide[aria-label^=Memory] tr").all_inner_texts() == [
+        "stage\tparameters\tmoments\tgradients\tcache\tactivations\tpeak",
+        "gen\t4 GiB\t8 GiB\t0 B\t3 GiB\t256 MiB\t15.3 GiB",
+        "update_actor\t4 GiB\t8 GiB\t2 GiB\t0 B\t5 GiB\t19 GiB",
+    ]
     assert page.locator(".timeline rect").count() == 9
     page.locator(".timeline rect").first.focus()
     assert "gen, step 4" in page.inner_text(".readout-line")
@@ -283,6 +289,34 @@ def test_texts_can_be_read_in_light_and_dark(saved, window):
     assert dark == "rgb(15, 19, 25)"
 
 
+AUDIT = """async () => (await axe.run({resultTypes: ['violations']})).violations.flatMap((violation) =>
+    violation.nodes.map((node) => `${violation.id}: ${node.target} ${node.failureSummary}`))"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1360, 390])
+def test_no_page_breaks_a_rule_of_accessibility(tmp_path, window, scheme, width):
+    """The rules of axe-core: WCAG 2 A and AA, and good practice; each page of one run and of two, with an alarm, and
+    with all that unfolds."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    run, other = (view_runs.write_run(tmp_path / name, steps=6) for name in ("mine", "other"))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(f'{{"step": {step}, "actor/ppo_kl": 0.5}}\n' for step in (7, 8, 9))
+    for runs in ([run], [run, other]):
+        page = window.open(view_page.export(runs, tmp_path / "page.html", most_bytes=1e9).as_uri(), color_scheme=scheme)
+        page.set_viewport_size({"width": width, "height": 860})
+        page.evaluate(axe.axe_script)
+        assert page.locator(".warn", has_text="alarm ratio").count() == 1
+        for place in ("overview", "curves", "rows", "rows/0/1/1", "rows/0/6/0"):
+            page.evaluate(f"location.hash = '{place}'")
+            until(page, f"document.body.dataset.page === '{place.partition('/')[0]}'")
+            if place.count("/"):
+                opened_row(page, *map(int, place.split("/")[2:]))
+            page.evaluate("document.querySelectorAll('details').forEach((each) => (each.open = true))")
+            page.wait_for_timeout(100)  # for what unfolds
+            assert page.evaluate(AUDIT) == [], (place, len(runs))
+
+
 def test_runs_lie_over_each_other_with_seeds_as_bands(tmp_path, window):
     runs = [
         view_runs.write_run(tmp_path / f"lr={lr}" / f"seed_{seed}", steps=12, seed=seed, lr=lr, rows=2)
@@ -408,7 +442,7 @@ def test_100352_rows_open_and_scroll(tmp_path, window):
     page = window.open(f"{view_page.export([run], tmp_path / 'page.html', most_bytes=1e9).as_uri()}#rows")
     assert page.inner_text("#count") == "100,352 rows, 196 steps"
     print(f"opened in {page.evaluate('document.body.dataset.opened')} ms")
-    scroll = f"""async () => {{ const t = document.querySelector('.scroller'); let most = 0;
+    scroll = f"""async () => {{ const t = document.querySelector('.table'); let most = 0;
         for (let i = 0; i < 60; i++) {{ t.scrollTop += 40321; await new Promise(requestAnimationFrame);
             most = Math.max(most, {NODES}); }} return most; }}"""
     assert 0 < page.evaluate(scroll) <= 100

@@ -18,6 +18,7 @@ from fppo.assembly.inputs import Inputs
 from fppo.batch import Column
 from fppo.data.examples import MESSAGES
 from fppo.key import Key
+from fppo.pipeline import PromptByFeedback
 from fppo.quickstart import CHARACTERS, bpe_tokenizer, character_tokenizer, small_model
 from fppo.rewards.judge import LanguageJudge, question_of
 from fppo.rewards.question import score_in
@@ -71,10 +72,11 @@ def test_it_is_asked_what_the_template_says_and_scored_by_its_answer():
     engine = Answering(lambda text: {"b": "7 of 10. Score: 7 ", "d": "Score: 1, no: Score: -2", "f": "good"}[text[2]])
     rewarded = judge(engine)
     rows = rollout(["a", "c", "e"], ["b", "d", "f"], ["x{y}", 3, "z"])
-    scores, report, known = rewarded(rows)
+    scores, report, known, said = rewarded(rows)
     assert engine.asked == ["a|b|x{y}", "c|d|3", "e|f|z"]
     assert scores[:2].tolist() == [7.0, -2.0]
     assert known.tolist() == [True, True, False]
+    assert said == ["7 of 10. Score: 7 ", "Score: 1, no: Score: -2", "good"]
     scores_by_mesh = metrics.report(report)
     assert scores_by_mesh == {"reward/judge_unparsed": 1.0, "reward/judge_truncated": 0.0}
     total = rewards.weighted_sum({"judge": rewarded, "exact": rewards.exact_match}, {"judge": 0.5})
@@ -85,12 +87,18 @@ def test_it_is_asked_what_the_template_says_and_scored_by_its_answer():
     assert noted["reward/judge_unparsed"] == 1.0
     assert noted["reward/judge"] == pytest.approx(5 / 2)
     assert noted["reward/unscored"] == 1.0
+    seen = []
+    told = PromptByFeedback(
+        fn=lambda group, i: seen.append(group.each[i].feedback), encode=list, tokenizer=Letters(), limit=9
+    )
+    told(attrs.evolve(scored, groups=torch.tensor([0, 0, 1])))
+    assert seen == [{"judge": text} for text in said]
 
 
 def test_a_question_without_words_is_an_empty_text():
     """As a template of the response alone makes it of an empty response: the end token is what texts begin after."""
     engine = Answering(lambda text: "Score: 1")
-    scores, _, _ = judge(engine, template="{response}")(rollout(["a", "a"], ["", "b"], [0, 0]))
+    scores, *_ = judge(engine, template="{response}")(rollout(["a", "a"], ["", "b"], [0, 0]))
     assert engine.asked == [BYTES.eos_token, "b"]
     assert scores.tolist() == [1.0, 1.0]
 
@@ -120,11 +128,11 @@ def test_chats_are_asked_about_with_their_own_words():
 def test_long_questions_lose_their_middle_and_are_counted():
     engine = Answering(lambda text: "Score: 1")
     rewarded = judge(engine, template="abcdefgh{response}", max_prompt_tokens=5)
-    _, report, _ = rewarded(rollout(["a", "a"], ["xyz", "xyz"], [0, 0]))
+    _, report, *_ = rewarded(rollout(["a", "a"], ["xyz", "xyz"], [0, 0]))
     assert engine.lengths == [5, 5]
     assert engine.asked[0] == "abxyz"
     assert metrics.report(report)["reward/judge_truncated"] == 2.0
-    _, report, _ = judge(engine, template="ab{response}", max_prompt_tokens=5)(rollout(["a"], ["xyz"], [0]))
+    _, report, *_ = judge(engine, template="ab{response}", max_prompt_tokens=5)(rollout(["a"], ["xyz"], [0]))
     assert engine.asked[-1] == "abxyz"
     assert metrics.report(report)["reward/judge_truncated"] == 0.0
 
@@ -135,10 +143,10 @@ def test_a_question_has_tokens_of_the_models_own_alone_before_it_is_cut():
     assert len(ids) == 8
     engine = Answering(lambda text: "Score: 1")
     rewarded = judge(engine, template="{response}", max_prompt_tokens=5, vocabulary=ids[5])
-    _, report, _ = rewarded(rollout(["q"] * 3, ["abxcydze", "bx", "xyx"], [0] * 3))
+    _, report, *_ = rewarded(rollout(["q"] * 3, ["abxcydze", "bx", "xyx"], [0] * 3))
     assert engine.asked == ["abcde", "b", BYTES.eos_token]  # without any it is an empty text
     assert metrics.report(report)["reward/judge_truncated"] == 0.0
-    _, report, _ = judge(engine, template="{response}", max_prompt_tokens=4, vocabulary=ids[5])(
+    _, report, *_ = judge(engine, template="{response}", max_prompt_tokens=4, vocabulary=ids[5])(
         rollout(["q"] * 2, ["abxcydze", "xxabxyxyx"], [0] * 2)
     )
     assert engine.asked[3:] == ["abde", "ab"]
@@ -149,7 +157,7 @@ def test_an_answer_is_read_as_it_was_written_but_for_special_tokens():
     """A score of 0 is one."""
     engine = Answering(lambda text: {"b": "really ? Score: 3", "c": "really ? Score: 0"}[text[2]])
     rewarded = judge(engine, pattern=r"really \? Score: (\d+)$")
-    scores, report, known = rewarded(rollout(["a", "a"], ["b", "c"], [0, 0]))
+    scores, report, known, _ = rewarded(rollout(["a", "a"], ["b", "c"], [0, 0]))
     assert scores.tolist() == [3.0, 0.0]
     assert known.tolist() == [True, True]
     assert metrics.report(report)["reward/judge_unparsed"] == 0.0
@@ -206,13 +214,16 @@ TEN = rollout(list("abcdefghij"), ["k", "lm", "n", "opq", "r", "s", "tu", "v", "
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_a_row_is_judged_alone_as_among_others_and_on_any_rank(temperature):
     rewarded = embedded(temperature=temperature)
-    want, report, _ = rewarded(TEN)
+    want, report, _, said = rewarded(TEN)
+    assert len({*said}) > 2
     assert 0 < metrics.report(report)["reward/judge_unparsed"] < 10
     assert len(set(want.tolist())) > 2
 
     @given(st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True))
     def check(rows):
-        assert torch.equal(rewarded(batches.rows(TEN, rows))[0], want[rows])
+        scores, *_, answers = rewarded(batches.rows(TEN, rows))
+        assert torch.equal(scores, want[rows])
+        assert answers == [said[row] for row in rows]
 
     check()
     others = rewarded(attrs.evolve(TEN, row_ids=TEN.row_ids + 10))[0]  # other rows, other draws
@@ -225,12 +236,14 @@ def test_a_row_is_judged_alone_as_among_others_and_on_any_rank(temperature):
         return embedded(mesh, temperature=temperature)(TEN)
 
     for axes in ({"shard": 2}, {"shard": 3}, {"replicate": 2, "tensor": 2}):
-        for scores, noted, _ in simulate(axes, on_rank):
+        for scores, noted, _, answers in simulate(axes, on_rank):
             assert torch.equal(scores, want)
+            assert answers == said
             assert metrics.report(noted) == metrics.report(report)
     few = batches.rows(TEN, [4])
-    for scores, _, _ in simulate({"shard": 2}, lambda m: embedded(m, temperature=temperature)(few)):
+    for scores, *_, answers in simulate({"shard": 2}, lambda m: embedded(m, temperature=temperature)(few)):
         assert torch.equal(scores, want[4:5])
+        assert answers == said[4:5]
 
 
 # from settings

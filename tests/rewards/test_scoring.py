@@ -301,6 +301,7 @@ def test_tensor_rewards_are_checked():
         (lambda r: r.row_ids[:1], r"'f' returned \(1,\), not a tensor of shape \(2,\)"),
         (lambda r: [1.0, 2.0], "'f' returned list"),
         (lambda r: r.row_ids / 0, r"'f' returned nan for sample 0 \(2 of 2"),
+        (lambda r: (r.row_ids, {}, None, ["no"]), r"'f' said \['no'\], not a text or None for each of 2 samples"),
     ]
     for fn, text in cases:
         with pytest.raises(ValueError, match=text):

@@ -16,8 +16,10 @@ from fppo.key import Key
 from fppo.pipeline import RunState
 from fppo.pipeline.train import StepRecord
 from fppo.report import viewed, write
-from fppo.runs import jsonl
-from fppo.runs.alarms import ALARMS, Alarms, change, ring
+from fppo.runs import jsonl, loggers
+from fppo.runs.alarms import ALARMS, FIRST, NEWEST, Alarms, Heard, change, hear, ring
+from fppo.runs.guards import Queued, TrackerRun
+from fppo.runs.jsonl import JsonLines
 from fppo.settings import files
 from fppo.steps.train_state import TrainState
 from tests import tiny_run
@@ -177,12 +179,42 @@ def test_what_rang_rings_for_every_continuation(one, other, cut):
     assert [each for each in ring([*before, *after]) if each.step < len(before)] == rung
 
 
+def heard_of(records):
+    heard = Heard()
+    for record in records:
+        heard, _ = hear(heard, record)
+    return heard
+
+
+def logged(x):
+    return isinstance(x, int | float) and math.isfinite(x)
+
+
+@given(histories(), st.sampled_from(NAMES[:-1]))
+def test_what_is_kept_of_a_metric_is_its_first_and_its_newest_numbers(records, name):
+    """And what was known earlier stays as it was."""
+    cut = records[: len(records) // 2]
+    earlier, heard = heard_of(cut), heard_of(records)
+    numbers = [x for record in records if logged(x := record.get(name))]
+    assert list(heard.line(name).first) == numbers[:FIRST]
+    assert list(heard.line(name).newest) == numbers[-NEWEST:]
+    assert heard.now(name) == (records[-1][name] if logged(records[-1].get(name)) else None)
+    again = earlier
+    for record in records[len(cut) :]:
+        again, _ = hear(again, record)
+    assert again == heard
+    assert earlier == heard_of(cut)
+
+
 @given(histories(), st.sampled_from([*ALARMS]))
 def test_an_alarm_does_not_depend_on_metrics_that_it_does_not_read(records, name):
     alarm = ALARMS[name]
-    own = [{x: v for x, v in record.items() if any(fnmatchcase(x, p) for p in alarm.reads)} for record in records]
-    for t in range(1, len(records) + 1):
-        assert alarm.check(records[:t]) == alarm.check(own[:t])
+    read = ("step", *alarm.reads)
+    own = [{x: v for x, v in record.items() if any(fnmatchcase(x, p) for p in read)} for record in records]
+    heard = seen = Heard()
+    for record, part in zip(records, own, strict=True):
+        (heard, _), (seen, _) = hear(heard, record), hear(seen, part)
+        assert alarm.check(heard) == alarm.check(seen)
 
 
 HEALTHY = {
@@ -209,7 +241,7 @@ def test_constant_healthy_metrics_ring_nothing(constant, steps):
 @given(st.lists(st.floats(-9, 9), min_size=1, max_size=30), st.integers(2, 5))
 def test_a_change_is_that_of_a_loop(values, window):
     """Means of the first and the last numbers; the error by the jumps within the two windows."""
-    found = change([{"x": x} for x in values], "x", window)
+    found = change(heard_of({"step": 0, "reward/x": x} for x in values), "reward/x", window)
     if len(values) < 2 * window:
         assert found is None
         return
@@ -238,6 +270,19 @@ def test_the_observer_prints_each_alarm_once_over_restarts(cut, capsys):
         for line in steps:
             observe(record_of(line))
     assert capsys.readouterr().err.splitlines() == [str(each) for each in ring(lines)]
+
+
+def test_trackers_get_a_number_at_the_step_at_which_an_alarm_rings(tmp_path):
+    lines, seen = TWINS["clip"][0][0], list[tuple[int, dict[str, float]]]()
+    tracker = Queued("mine", lambda: TrackerRun(log=lambda step, x: seen.append((step, dict(x))), close=lambda: None))
+    kept = JsonLines(tmp_path / "metrics.jsonl")
+    observe = loggers.observer([tracker, kept], None, Alarms())
+    for line in lines:
+        observe(record_of(line))
+    loggers.close([tracker, kept])
+    named = [(step, name) for step, numbers in seen for name in numbers if name.startswith("alarm/")]
+    assert named == [(each.step, f"alarm/{each.alarm}") for each in ring(lines)]
+    assert "alarm/" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_the_report_prints_alarms_and_the_viewer_notes_them(tmp_path, capsys):

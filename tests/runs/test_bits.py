@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fppo import losses
 from fppo.commands import cli
 from fppo.runs import bits
 from fppo.settings import files
+from fppo_kernels.table import needs_cpp
 from tests import tiny_run
 
 TAKEN = "computing on {} thread(s), as the run did, and not on {}: bits depend on the number"
@@ -201,3 +203,43 @@ def test_a_run_that_ended_for_lack_of_memory_goes_on_with_a_budget_that_finds_it
     fppo(capsys, "train", given, "--steps", 2, "--actor.token-budget", "auto", "--critic.token-budget", "auto")
     fppo(capsys, "train", given, "--steps", 3, "--actor.token-budget", 14)
     assert (tmp_path / "run" / "model").is_dir()
+
+
+class NarrowDecoding(TorchDispatchMode):
+    """Decoding with memory for more than five rows only in its first `enough` passes over so many, which is stopped at
+    a pass. `failed` are the passes for which there was none."""
+
+    def __init__(self, enough: int, stop: int = -1) -> None:
+        super().__init__()
+        self.enough, self.stop, self.passes, self.failed = enough, stop, 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.embedding.default and torch.is_inference_mode_enabled():
+            self.passes += 1
+            if self.passes == self.stop:
+                raise RuntimeError("stopped")
+            self.enough -= len(args[1]) > 5
+            if self.enough < 0 and len(args[1]) > 5:
+                self.failed.append(self.passes)
+                raise torch.OutOfMemoryError("more than five rows")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(needs_cpp() is not None, reason="needs a C++ compiler")
+def test_a_run_that_is_stopped_while_it_decodes_rows_again_or_later_goes_on_bit_for_bit(tmp_path, threads, capsys):
+    """There is memory for all rows in the first step alone. What fitted is not in the state: a later start finds it
+    again, and an exact engine's bits do not depend on it."""
+    changes = {"rollout__cache_gb": "auto", "rollout__exact": True, "eval__before": False, "checkpoint__keep": 9}
+    given, whole = task(tmp_path, steps=3, check=False, **changes), tmp_path / "whole"
+    with NarrowDecoding(enough=2) as narrow:  # of the first step, of three tokens
+        fppo(capsys, "train", given, "--output-dir", whole)
+    assert len(narrow.failed) == 1, "the third step begins with what fitted in the second"
+    for stop in (narrow.failed[0] + 2, narrow.passes - 1):
+        run = tmp_path / f"stopped_{stop}"
+        with pytest.raises(RuntimeError, match="stopped"), NarrowDecoding(2, stop):
+            cli.main(["train", str(given), "--output-dir", str(run)])
+        with NarrowDecoding(0) as again:
+            fppo(capsys, "train", given, "--output-dir", run)
+        assert again.failed, "rows are decoded again where there is no memory"
+        assert "equal in steps 1 to 3, bit for bit" in fppo(capsys, "diff", whole, run)

@@ -117,8 +117,8 @@ def test_damaged_files_are_left_out_and_steps_can_be_chosen(tmp_path):
     for number, text in enumerate(("", "[]", '{"step": 3}', '{"step": 3, "stages": [{"stage": "gen"}]}')):
         (tmp_path / memory.MEMORY / f"step_0000000{5 + number}.json").write_text(text)
     (tmp_path / memory.MEMORY / "step_00000002_rank_0.json.gz").write_bytes(b"")
-    assert [step for step, _ in memory.read(tmp_path)] == [2, 2, 4]
-    assert [step for step, _ in memory.read(tmp_path, (4, 7))] == [4]
+    assert [(each.step, each.rank) for each in memory.read(tmp_path)] == [(2, 0), (2, 1), (4, 0)]
+    assert [each.step for each in memory.read(tmp_path, (4, 7))] == [4]
     assert memory.peaks(memory.read(tmp_path)) == {"gen": row[0].peak + 10}
     assert memory.read(tmp_path / "none") == []
 
@@ -180,17 +180,17 @@ def test_a_run_is_looked_at_and_has_the_same_numbers(tmp_path, capsys):
     }
     assert min(state.values()) > 10_000
     found = memory.read(tmp_path / "run")
-    assert [step for step, _ in found] == [1, 3]
-    for _, stages in found:
-        rows = {row.stage: row for row in stages}
+    assert [each.step for each in found] == [1, 3]
+    for each in found:
+        rows = {row.stage: row for row in each.stages}
         assert {"gen", "old_log_prob", "ref", "values", "update_critic", "update_actor"} <= set(rows)
-        for row in stages:
+        for row in each.stages:
             assert row.parameters == state["actor"] + state["critic"] + state["ref"]
             assert row.moments == 2 * (state["actor"] + state["critic"])
             parts = row.parameters + row.gradients + row.moments + row.cache + row.activations
             assert row.peak == parts
             assert row.activations > 0
-        gradients = {row.stage: row.gradients for row in stages if row.gradients}
+        gradients = {row.stage: row.gradients for row in each.stages if row.gradients}
         assert gradients == {"update_actor": state["actor"], "update_critic": state["critic"]}
         # keys and values of the batch's rows, float32, of at least a prompt and a response
         assert rows["gen"].cache >= 8 * (4 + 3) * 2 * 4

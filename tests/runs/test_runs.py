@@ -198,6 +198,17 @@ def test_a_run_with_its_state_on_the_host_is_the_run_without(task, here, tmp_pat
     assert _numbers(here) == _numbers(host)
 
 
+@pytest.mark.slow
+def test_a_run_whose_moments_are_in_files_is_the_run_without_and_goes_on_either_way(task, here, tmp_path):
+    files = {"model__offload": "optimizer_step", "model__moments_directory": str(tmp_path)}
+    for name, both in (("into", ({}, files)), ("out_of", (files, {}))):
+        for changes in both:
+            status, run = _run(task, tmp_path, name, actor__kl_coef=0.1, steps=2, **changes)
+            assert (status, _digests(run)) == (0, _digests(here))
+            shutil.rmtree(sorted((run / "checkpoints").iterdir())[-1])  # the second start makes the second step again
+        assert {path.name for path in tmp_path.iterdir()} <= {"into", "out_of"}, "no file of moments stays"
+
+
 def _started(given):
     """A process that trains."""
     process = server().Process(target=_train_quietly, args=(given,))

@@ -63,8 +63,18 @@ def test_a_chat_template_is_asked_for_where_one_is_used_and_no_code_of_a_model_m
     bare = str(tmp_path / "bare")
     given = {"data.chat": True, "model.path": bare, "reward.judge.path": bare, "output_dir": str(tmp_path / "run")}
     settings = files.replace(TrainSettings(), given | changes | here)
-    text = "its tokenizer has no chat template, which chat = true needs"
+    text = "its tokenizer has no chat template, which chat = true needs; use a chat model, or set it to false"
     assert [problem.path for problem in places.place_problems(settings) if problem.text == text] == told
+
+
+def test_a_directory_for_moments_is_there_before_a_run(tmp_path):
+    (tmp_path / "file").touch()
+    for name, told in (("gone", True), ("file", True), ("", False)):
+        settings = files.replace(TrainSettings(), {"model.moments_directory": str(tmp_path / name)})
+        found = [*map(str, places.place_problems(settings))]
+        assert told == any(
+            "model.moments_directory = " in line and "there is no such directory" in line for line in found
+        )
 
 
 def test_an_export_does_not_replace_what_the_run_reads_by_whatever_name(tmp_path):

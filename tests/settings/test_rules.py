@@ -55,6 +55,11 @@ OF_MODELS: list[Rule] = [
         ["critic.leave_disputed"],
     ),
     (
+        {"model.offload": "moments", "model.moments_directory": "m"},
+        {"model.offload": "none"},
+        ["model.moments_directory"],
+    ),
+    (
         KL | {"model.ref_path": "r", "model.ref_dtype": "bfloat16", "model.ref_offload": True},
         {"actor.kl_coef": 0.0},
         ["model.ref_path", "model.ref_dtype", "model.ref_offload"],

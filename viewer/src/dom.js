@@ -56,6 +56,16 @@ export function heading(level, content, ...more) {
   return el(`h${level}`, {}, content, ...more);
 }
 
+// The heading of a part whose place says enough to those who see it.
+export function unseen(content) {
+  return el("h2", { className: "unseen", textContent: content });
+}
+
+// A table that may be wider than its page: the keyboard scrolls it, too.
+export function wide(label, table) {
+  return el("div", { className: "wide", attrs: { role: "region", "aria-label": label, tabindex: 0 } }, table);
+}
+
 // The chosen one of several buttons that exclude each other, as tabs of a page or kinds of a scale.
 export function segments(label, choices, chosen, choose) {
   const buttons = choices.map(([value, name]) =>

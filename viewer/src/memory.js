@@ -1,6 +1,6 @@
-// The memory of a step: a bar for each stage, cut into kinds of what it held at its peak.
+// The memory of a step: a bar for each stage, cut into kinds of what it held at its peak; and the same as a table.
 
-import { el } from "./dom.js";
+import { el, wide } from "./dom.js";
 import { bytes } from "./format.js";
 
 export const KINDS = ["parameters", "moments", "gradients", "cache", "activations"];
@@ -13,6 +13,19 @@ export function partsOf(stage, largest) {
     share: stage[kind] / largest,
   }));
 }
+
+// The kinds that any of the stages held.
+export function kindsOf(stages) {
+  return KINDS.filter((kind) => stages.some((stage) => stage[kind] > 0));
+}
+
+// What `state` is of: a step, and on several ranks the one whose largest peak is shown.
+export function memoryTitle({ step, rank, ranks }) {
+  return `Memory of step ${step}${ranks > 1 ? `, on rank ${rank}, which has most of ${ranks}` : ""}`;
+}
+
+const rowHead = (name) => el("th", { textContent: name, attrs: { scope: "row" } });
+const number = (size) => el("td", { className: "num", textContent: bytes(size) });
 
 // `stages` are {stage, peak, and bytes by kind}.
 export function memory(stages, palette) {
@@ -31,16 +44,9 @@ export function memory(stages, palette) {
       { className: "stack", attrs: { role: "img", "aria-label": `${stage.stage}: ${said}` } },
       ...cut,
     );
-    return el(
-      "tr",
-      {},
-      el("td", { textContent: stage.stage }),
-      el("td", { className: "num", textContent: bytes(stage.peak) }),
-      el("td", { className: "grow" }, bar),
-    );
+    return el("tr", {}, rowHead(stage.stage), number(stage.peak), el("td", { className: "grow" }, bar));
   });
-  const shown = KINDS.filter((kind) => stages.some((stage) => stage[kind] > 0));
-  const keys = shown.map((kind) =>
+  const keys = kindsOf(stages).map((kind) =>
     el(
       "span",
       { className: "key" },
@@ -54,4 +60,15 @@ export function memory(stages, palette) {
     el("table", {}, el("tbody", {}, ...lines)),
     el("div", { className: "keys" }, ...keys),
   );
+}
+
+// The numbers behind the bars.
+export function memoryTable(stages) {
+  const names = [...kindsOf(stages), "peak"];
+  const heads = ["stage", ...names].map((name, i) =>
+    el("th", { className: i ? "num" : "", textContent: name, attrs: { scope: "col" } }),
+  );
+  const lines = stages.map((stage) => el("tr", {}, rowHead(stage.stage), ...names.map((name) => number(stage[name]))));
+  const table = el("table", {}, el("thead", {}, el("tr", {}, ...heads)), el("tbody", {}, ...lines));
+  return wide("Memory by stage and kind", table);
 }

@@ -70,11 +70,24 @@ function robust(xs) {
   return sorted.length ? sorted[Math.min(Math.ceil(0.98 * sorted.length), sorted.length) - 1] : 0;
 }
 
+const MOST = 55; // per cent of a colour behind text: with more the text has a contrast below 4.5 in a dark page
+
 // The background of a strength, as CSS.
 export function colour(strength) {
   if (strength === null || Math.abs(strength) < 0.01) return "transparent";
-  const share = Math.round(Math.abs(strength) * 62);
+  const share = Math.round(Math.abs(strength) * MOST);
   return `color-mix(in srgb, var(${strength > 0 ? "--plus" : "--minus"}) ${share}%, transparent)`;
+}
+
+// Black or white: the ink with more contrast on a colour such as "#0072b2".
+export function inkOn(color) {
+  const value = parseInt(color.slice(1), 16);
+  const [red, green, blue] = [16, 8, 0].map((bits) => {
+    const x = ((value >> bits) & 255) / 255;
+    return x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
+  });
+  const luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  return luminance > 0.179 ? "#000" : "#fff"; // where (1 + 0.05) / (x + 0.05) is (x + 0.05) / 0.05
 }
 
 // Consecutive tokens of one turn: [{turn, first, end}]; one span without a number where the row has no turns.

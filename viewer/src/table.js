@@ -26,20 +26,21 @@ export function headings(rows, runs) {
 export function table({ pick, sortBy }) {
   const body = el("div", { className: "rows", attrs: { role: "presentation" } });
   const head = el("div", { className: "table-head", attrs: { role: "row", "aria-rowindex": 1 } });
-  const scroller = el("div", { className: "scroller", attrs: { role: "presentation" } }, body);
   const element = el(
     "div",
     { className: "table", attrs: { role: "grid", tabindex: 0, "aria-label": "Sampled rows" } },
     head,
-    scroller,
+    body,
   );
   let view = { rows: null, runs: [], order: [], sort: ["step", -1], columns: [], range: [0, 1] };
   let chosen = -1;
 
   const virtual = new Virtualizer({
     count: 0,
-    getScrollElement: () => scroller,
+    getScrollElement: () => element,
     estimateSize: () => HEIGHT,
+    scrollPaddingStart: HEIGHT, // below the head, which stays
+    scrollMargin: HEIGHT,
     overscan: 8,
     scrollToFn: elementScroll,
     observeElementRect,
@@ -52,7 +53,7 @@ export function table({ pick, sortBy }) {
     virtual._willUpdate();
     body.style.height = `${virtual.getTotalSize()}px`;
     const items = virtual.getVirtualItems().slice(0, 100);
-    body.replaceChildren(...items.map((item) => line(item.index, item.start)));
+    body.replaceChildren(...items.map((item) => line(item.index, item.start - HEIGHT)));
     element.setAttribute("aria-activedescendant", chosen >= 0 ? `row-${chosen}` : "");
   }
 
@@ -120,13 +121,13 @@ export function table({ pick, sortBy }) {
     chosen = row === null ? -1 : view.order.indexOf(row);
     virtual.setOptions({ ...virtual.options, count: view.order.length });
     virtual.measure();
-    virtual.scrollOffset = scroller.scrollTop; // 0 where the table left the page and came back
+    virtual.scrollOffset = element.scrollTop; // 0 where the table left the page and came back
     headed();
     draw();
     element.setAttribute("aria-rowcount", view.order.length + 1);
   }
 
-  const page = () => Math.max(1, Math.floor(scroller.clientHeight / HEIGHT) - 1);
+  const page = () => Math.max(1, Math.floor(element.clientHeight / HEIGHT) - 2);
   const reveal = () => chosen >= 0 && virtual.scrollToIndex(chosen, { align: "center" });
   return { element, update, choose, page, reveal, place: () => chosen, last: () => view.order.length - 1 };
 }

@@ -2,6 +2,7 @@
 
 import { el, svg } from "./dom.js";
 import { duration } from "./format.js";
+import { inkOn } from "./scales.js";
 
 const [LEFT, RIGHT, ROW, TOP, BOTTOM] = [150, 14, 26, 24, 24];
 const MOST = 24; // lines drawn at most
@@ -62,7 +63,7 @@ function barred(bar, x, y, scale, palette, rects) {
     name === "waited" ? `waited ${duration(value)}` : `${Math.round(value).toLocaleString("en")} ${name}`,
   );
   const said = [`${bar.name}, step ${bar.step}: ${duration(bar.seconds)}`, ...more].join("; ");
-  const fill = role < 0 ? "var(--dim)" : palette[role];
+  const [fill, ink] = role < 0 ? ["var(--dim)", "var(--paper)"] : [palette[role], inkOn(palette[role])];
   const rect = svg("rect", {
     className: "work",
     attrs: {
@@ -81,7 +82,14 @@ function barred(bar, x, y, scale, palette, rects) {
   rects.push(rect);
   const fits = width > LETTER * bar.name.length + 8;
   return fits
-    ? [rect, svg("text", { className: "inbar", attrs: { x: (x + 5).toFixed(1), y: y + 17 } }, bar.name)]
+    ? [
+        rect,
+        svg(
+          "text",
+          { className: "inbar", attrs: { x: (x + 5).toFixed(1), y: y + 17 }, style: { fill: ink } },
+          bar.name,
+        ),
+      ]
     : [rect];
 }
 

@@ -11,7 +11,7 @@ const SHOWN = 4000; // tokens in the page at first, and by each further step
 export function strip(row, chosen) {
   const numbers = numbersOf(row);
   const names = Object.keys(numbers);
-  const readout = el("dl", { className: "readout", attrs: { "aria-live": "polite" } });
+  const readout = el("div", { className: "readout", attrs: { "aria-live": "polite" } });
   const tokens = el("div", {
     className: "tokens",
     dir: "auto",
@@ -31,7 +31,7 @@ export function strip(row, chosen) {
     legend.replaceChildren(...(scale ? legended(name, scale) : []));
     paint();
   };
-  const read = (i) => readout.replaceChildren(...described(row, numbers, i, name));
+  const read = (i) => readout.replaceChildren(el("dl", {}, ...described(row, numbers, i, name)));
 
   const grow = () => {
     const from = spans.length;

@@ -1,7 +1,7 @@
 // The page of curves: all runs over each other, smoothed, on a log scale, and seeds as bands.
 
 import { chart } from "./charts.js";
-import { el, toggle } from "./dom.js";
+import { el, toggle, unseen, wide } from "./dom.js";
 import { counted, shown } from "./format.js";
 import { band, differing, points, seedGroups } from "./series.js";
 
@@ -17,7 +17,7 @@ export function curvesView(app) {
   const settings = el("div");
   const grid = el("div", { className: "charts" });
   const none = el("p", { className: "empty", hidden: true });
-  const element = el("div", { className: "page" }, bar, keys, settings, none, grid);
+  const element = el("div", { className: "page" }, bar, keys, settings, none, unseen("Curves"), grid);
   let [charts, seeds] = [new Map(), null];
 
   function controls() {
@@ -133,7 +133,7 @@ export function curvesView(app) {
       "details",
       { open: true, className: "differences" },
       el("summary", { textContent: `${counted(unlike.length, "setting differs", "settings differ")}` }),
-      el("div", { className: "wide" }, table),
+      wide("Settings that differ", table),
     );
   }
 

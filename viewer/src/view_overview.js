@@ -1,10 +1,10 @@
 // The first page: a run's headline numbers, its main curves, what took the time, settings, and commands to copy.
 
 import { chart } from "./charts.js";
-import { command, el, heading, segments } from "./dom.js";
+import { command, el, heading, segments, unseen } from "./dom.js";
 import { commands } from "./detail.js";
 import { counted, duration, isNumber, short, shown } from "./format.js";
-import { memory } from "./memory.js";
+import { memory, memoryTable, memoryTitle } from "./memory.js";
 import { points } from "./series.js";
 import { timeline } from "./timeline.js";
 
@@ -37,12 +37,19 @@ export function overviewView(app, go) {
     element.replaceChildren(
       ...[which, ...notes, tiles(run), looks(run)].filter(Boolean),
       ...(charts.length
-        ? [el("section", {}, el("div", { className: "charts" }, ...charts.map((each) => each.element)))]
+        ? [
+            el(
+              "section",
+              {},
+              unseen("Main curves"),
+              el("div", { className: "charts" }, ...charts.map((each) => each.element)),
+            ),
+          ]
         : []),
       ...truth(run),
       ...stages(run),
       ...(run.work.length ? [section("Timeline of the last steps", timeline(run.work, app.palette))] : []),
-      ...(run.memory ? [section(`Memory of step ${run.memory.step}`, memory(run.memory.stages, app.palette))] : []),
+      ...taken(run),
       ...settings(run),
       section(
         "Commands",
@@ -149,6 +156,13 @@ export function overviewView(app, go) {
       ),
     );
     return [section("Where a step's time goes", el("table", {}, el("tbody", {}, ...lines)))];
+  }
+
+  function taken(run) {
+    if (!run.memory) return [];
+    const { stages } = run.memory;
+    const numbers = fold("The numbers of this memory", () => memoryTable(stages));
+    return [section(memoryTitle(run.memory), memory(stages, app.palette), numbers)];
   }
 
   function settings(run) {

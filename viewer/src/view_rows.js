@@ -1,7 +1,7 @@
 // The page of rows: the filter, the table, and the chosen row beside it.
 
 import { detail } from "./detail.js";
-import { el, segments } from "./dom.js";
+import { el, segments, unseen } from "./dom.js";
 import { counted } from "./format.js";
 import { parse } from "./filter.js";
 import { table } from "./table.js";
@@ -31,6 +31,7 @@ export function rowsView(app, { went }) {
   const list = el(
     "section",
     { className: "list" },
+    unseen("Rows"),
     el("div", { className: "bar-line" }, box, count),
     presets,
     problem,
@@ -131,7 +132,11 @@ export function rowsView(app, { went }) {
       const coloured = (name) => (number = name);
       const go = (other) => choose(other);
       const data = { rows: app.rows, row: now, runs: app.runs, file, images };
-      pane.replaceChildren(back, detail(data, { open: go, numbers: { chosen: number }, coloured }));
+      pane.replaceChildren(
+        back,
+        unseen("The chosen row"),
+        detail(data, { open: go, numbers: { chosen: number }, coloured }),
+      );
       pane.scrollTop = 0;
     } catch (error) {
       if (mine === opening)
@@ -170,6 +175,7 @@ export function rowsView(app, { went }) {
     return el(
       "div",
       { className: "invitation" },
+      unseen("The chosen row"),
       el("h3", { textContent: "Choose a row" }),
       el("p", { textContent: "“Lowest score” opens the worst response; click a heading to sort." }),
       el("p", { className: "note" }, "Filters: ", ...codes.flatMap((code) => [code, " "])),

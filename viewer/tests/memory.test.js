@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { KINDS, partsOf } from "../src/memory.js";
+import { KINDS, kindsOf, memoryTitle, partsOf } from "../src/memory.js";
 
 const stage = {
   stage: "update_actor",
@@ -30,4 +30,15 @@ test("the stage with the largest peak fills its line", () => {
     shares.reduce((a, b) => a + b),
     1,
   );
+});
+
+test("a table has the kinds that any stage held", () => {
+  const gen = { ...stage, gradients: 0, activations: 0, cache: 5 };
+  assert.deepEqual(kindsOf([gen]), ["parameters", "moments", "cache"]);
+  assert.deepEqual(kindsOf([gen, stage]), KINDS);
+});
+
+test("the title says which of several ranks is shown", () => {
+  assert.equal(memoryTitle({ step: 6, rank: 0, ranks: 1 }), "Memory of step 6");
+  assert.equal(memoryTitle({ step: 6, rank: 1, ranks: 2 }), "Memory of step 6, on rank 1, which has most of 2");
 });

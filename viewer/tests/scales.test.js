@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { colour, NUMBERS, numbersOf, scaled, turns } from "../src/scales.js";
+import { colour, inkOn, NUMBERS, numbersOf, scaled, turns } from "../src/scales.js";
 
 const row = {
   pieces: ["a", "b", "c", "d"],
@@ -39,8 +39,8 @@ test("an outlier does not pale the others", () => {
 test("colours say the sign by hue and the strength by depth", () => {
   assert.equal(colour(null), "transparent");
   assert.equal(colour(0), "transparent");
-  assert.match(colour(0.5), /--plus\) 31%/);
-  assert.match(colour(-1), /--minus\) 62%/);
+  assert.match(colour(0.5), /--plus\) 28%/);
+  assert.match(colour(-1), /--minus\) 55%/);
 });
 
 test("turns are runs of tokens with one number", () => {
@@ -51,4 +51,10 @@ test("turns are runs of tokens with one number", () => {
     { turn: -1, first: 1, end: 3 },
     { turn: 1, first: 3, end: 4 },
   ]);
+});
+
+test("text on a colour is black or white, whichever has more contrast", () => {
+  assert.equal(inkOn("#0072b2"), "#fff");
+  assert.equal(inkOn("#d55e00"), "#000");
+  assert.equal(inkOn("#56b4e9"), "#000");
 });

@@ -22,7 +22,7 @@ class Audited:
 
     `reference` is fppo's function, if both should agree; `group_rows` and `tokens` are the smallest numbers of rows in
     a group and of tokens in a batch that the function accepts. `leave_out` names laws that are not meant to hold, for
-    example for a term that is no policy gradient.
+    example for a term that is no policy gradient. Laws compare in `dtype`: float32 for a function that rounds to it.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Audited:
     group_rows: int = 1
     tokens: int = 0
     leave_out: tuple[str, ...] = ()
+    dtype: torch.dtype = torch.float64
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Check the function by the laws of its kind, except those that `leave_out` names."""
@@ -41,6 +42,7 @@ class Audited:
             reference=self.reference,
             group_rows=self.group_rows,
             tokens=self.tokens,
+            dtype=self.dtype,
             name="audited",
         )
         return tuple(verdict for verdict in found if verdict.law not in self.leave_out)

@@ -305,6 +305,7 @@ class Case:
     graphs: bool = False  # whether passes of few tokens are recorded as CUDA graphs, where possible
     offload: str = "none"  # the state on the host, as model.offload has it
     offload_activations: bool = False  # whether activations wait on the host for the backward pass
+    moments_in_files: bool = False  # whether what the host keeps of optimizers is in files
     dtype: torch.dtype = torch.float32  # the dtype of parameters
     forward_tokens: int | None = None  # tokens of a pass without gradients, if not `tokens`
     roles: Mapping[str, Role] = attrs.field(factory=dict)  # overrides for the critic, the reference, ...

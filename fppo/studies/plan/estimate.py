@@ -12,6 +12,7 @@ import attrs
 
 from fppo.models import experts, flops
 from fppo.models.model import Model
+from fppo.models.slices import find_mlps
 from fppo.runtime.mesh import AXES, DENSE, SHARD_AXES
 from fppo.runtime.offload import WINDOW
 from fppo.settings.model import params_on_host
@@ -209,6 +210,7 @@ class Facts:
     outside: float  # parameters of the embeddings or the head, whichever is larger
     products: float  # FLOPs of a forward pass over one sequence in the layers, without attention
     last: float  # the part that is not recomputed for the backward pass: the product at the end of a layer
+    sliced: float  # the part in MLPs that are cut into slices, and computed again for the backward pass
     attention: float  # FLOPs of attention
     head: float  # FLOPs of the head, over a response
     hidden: int
@@ -238,6 +240,7 @@ def facts_of(case: Case, model: Model) -> Facts:
         experts=float(sum(inside[name] for name in routed)),
         outside=float(max(others, default=0)),
         products=row - attention - head,
+        sliced=0.0 if case.mlp_slice_tokens is None else 2.0 * _in_mlps(model) * case.length,
         last=0.0 if routed else 2.0 * width * config.hidden_size * case.length * len(model.layers),
         attention=attention,
         head=head,
@@ -248,12 +251,23 @@ def facts_of(case: Case, model: Model) -> Facts:
     )
 
 
+def _in_mlps(model: Model) -> int:
+    """The number of weights in MLPs that can be computed in slices."""
+    skeleton = model.plain.skeleton
+    try:
+        mlps = [skeleton.get_submodule(path) for path in find_mlps(skeleton)]
+    except ValueError:  # the model of another role
+        return 0
+    return sum(x.numel() for mlp in mlps for x in mlp.parameters() if x.dim() > 1)
+
+
 def flops_of(case: Case, name: str, facts: Facts) -> tuple[float, float]:
     """FLOPs of a stage's pass on all ranks that share its rows, recomputation included: of attention, and of everything
     else."""
     if not name.startswith("update"):
         return case.rows * facts.attention, case.rows * (facts.products + facts.head)
-    again = facts.products - facts.last if case.checkpoint_layers else 0.0
+    last = 0.0 if facts.sliced else facts.last
+    again = facts.products - last if case.checkpoint_layers else facts.sliced
     attention = facts.attention * (1.0 + ATTENTION_BACKWARD + (case.checkpoint_layers is True))
     heads = 3 if case.log_probs == "reference" else 4  # other kernels compute logits again
     return case.rows * attention, case.rows * (3 * facts.products + again + heads * facts.head)

@@ -30,17 +30,20 @@ STATE, GRADS, AWAY, READ, COPIES, BUCKET, RECEIVED, COLUMNS, ITSELF = (
     "columns of the batch",
     "the process itself",
 )
+OPTIMIZER = "optimizer"  # the end of the kinds of what optimizers keep, as "actor's optimizer"
 POOL_BUCKET: int = attrs.fields(Policy).bucket_bytes.default
 
 
 @attrs.frozen
 class HostMemory:
     """Bytes of host memory by kind: `rest` for the lifetime of the process, in addition `starting` while it starts, and
-    `meanwhile` while it sends weights or writes a checkpoint."""
+    `meanwhile` while it sends weights or writes a checkpoint. `files` are bytes on disk in place of memory, which a
+    checkpoint doubles while it is written."""
 
     rest: Mapping[str, float]
     starting: Mapping[str, float]
     meanwhile: Mapping[str, float]
+    files: float = 0.0
 
     @property
     def needs(self) -> float:
@@ -52,6 +55,8 @@ class HostMemory:
 def host_of(case: Case, built: Built, stages: Mapping[str, Sequence[Phase]] = MappingProxyType({})) -> HostMemory:
     """Plan the host memory of a rank's process with these stages."""
     on_gpu, state = case.hardware.on_gpu, state_of(case, built)
+    in_files = [name for name, (on_host, _) in state.items() if case.moments_in_files and on_host and OPTIMIZER in name]
+    files = sum(sum(state.pop(name)[1]) for name in in_files)
     away = [pinned(size) if on_gpu else size for on_host, sizes in state.values() if on_host for size in sizes]
     copies = sum(sum(sizes) for name, (_, sizes) in state.items() if name.startswith(TRAINED))
     rest = {
@@ -68,6 +73,7 @@ def host_of(case: Case, built: Built, stages: Mapping[str, Sequence[Phase]] = Ma
             COPIES: float(copies + (STAGE_BYTES if copies and on_gpu else 0)),
             BUCKET: bucket_bytes(case, built),
         },
+        files=float(files),
     )
 
 
@@ -86,7 +92,7 @@ def state_of(case: Case, built: Built) -> dict[str, tuple[bool, list[int]]]:
         sizes = _nbytes(shard_shapes(at, model, built).values(), at.dtype)
         found[f"{name}'s parameters"] = params_on_host(at.offload), sizes
         if name in TRAINED:
-            found[f"{name}'s optimizer"] = at.offload != "none", moments(at, name, built)
+            found[f"{name}'s {OPTIMIZER}"] = at.offload != "none", moments(at, name, built)
     return found
 
 

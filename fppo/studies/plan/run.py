@@ -72,6 +72,7 @@ def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
         lora_base=None if lora.base == "float" else lora.base,
         compute_dtype=None if model.compute_dtype == "float32" else getattr(torch, model.compute_dtype),
         **only(model, "checkpoint_layers", "mlp_slice_tokens", "offload", "offload_activations"),
+        moments_in_files=model.moments_directory is not None,
         log_probs=model.log_probs if model.log_probs in LOG_PROBS else "chunked",
         packs=not (hardware.on_gpu or of.rollout.exact) and model.linear == "onednn",
         graphs=model.graphs is True,

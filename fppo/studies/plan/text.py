@@ -329,7 +329,8 @@ def _host(host: HostMemory | None) -> Section:
         return []
     columns = {"at rest": {}, "starting": host.starting, "saving": host.meanwhile}
     held = [(name, {k: size for k, size in {**host.rest, **more}.items() if size}) for name, more in columns.items()]
-    return [_sizes("host memory of a rank's process, GiB", held), HOST]
+    away = f"{gib(host.files)} GiB of optimizers are in files, and while a checkpoint is written as much again"
+    return [_sizes("host memory of a rank's process, GiB", held), HOST, *([away] if host.files else [])]
 
 
 def of_engines(engines: Engines) -> list[Section]:

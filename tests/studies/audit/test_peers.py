@@ -13,7 +13,7 @@ import torch
 from fppo import advantages, losses
 from fppo._errors import UsageError
 from fppo.studies.audit import peers
-from fppo.studies.audit.peers import adapters_of, areal, areno, openrlhf, skyrl, trl, verl
+from fppo.studies.audit.peers import adapters_of, agilerl, areal, areno, openrlhf, skyrl, trl, verl
 
 
 def batch(seed):
@@ -250,7 +250,7 @@ def _same_gae(fn):
             torch.testing.assert_close(theirs.where(mask, 0.0), ours)
 
 
-# AReno, AReaL and SkyRL, whose modules are functions
+# AReno, AReaL, SkyRL and AgileRL, whose modules are made here
 
 
 def standing(monkeypatch, tmp_path, module, **functions):
@@ -363,6 +363,67 @@ def test_a_right_skyrl_has_fppos_numbers(monkeypatch, tmp_path):
     _same_gae(found["gae, before whitening"].fn)
 
 
+class GroupTrainer:
+    """Losses and advantages as AgileRL's documentation of its GRPO has them."""
+
+    def _compute_policy_loss(self, mask, log_probs, old, reference, advantages, turns, level, objective):
+        assert (self.beta, self.kl_clamp, self.off_policy_sequence_mask_threshold, turns) == (0.0, None, None, None)
+        ratio = (log_probs - old).exp()
+        if level == "trajectory":
+            ratio = (((log_probs - old) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp()
+        each = clipped(ratio, advantages, 1 - self.clip_coef_min, self.clip_coef_max - 1)
+        if objective == "cispo":
+            each = -ratio.clamp(max=self.clip_coef_max).detach() * advantages * log_probs
+        if self.loss_norm == "micro_batch":
+            return ((each * mask).sum(1) / mask.sum(1)).mean(), None, None
+        return (each * mask).sum() * self.gradient_accumulation_steps / self._window_action_tokens, None, None
+
+    def _calculate_advantage(self, rewards):
+        each = rewards.view(-1, self.group_size)
+        scale = 1.0 if self.adv_norm == "mean_only" else each.std(1, keepdim=True) + 1e-6
+        return ((each - each.mean(1, keepdim=True)) / scale).view(-1, 1)
+
+
+class TokenTrainer:
+    """AgileRL's PPO by the token, with the score at the last one."""
+
+    def _ppo_policy_loss(self, log_probs, mask, old, reference, advantages, turns, count, granularity):
+        assert (self.beta, count, granularity, turns.max().item()) == (0.0, 1, "token", 0)
+        each = clipped((log_probs - old).exp(), advantages, self.clip_coef, self.clip_coef)
+        return (each * mask).sum() / mask.sum(), {}
+
+    def _ppo_value_loss(self, values, old, returns, mask, turns, count, granularity):
+        near = old + (values - old).clamp(-self.clip_coef, self.clip_coef)
+        each = torch.maximum((values - returns) ** 2, (near - returns) ** 2)
+        return 0.5 * self.vf_coef * (each * mask).sum() / mask.sum()
+
+    def _compute_gae_returns_token(self, rewards, values, mask, lam):
+        found, returns = advantages.gae(rewards, values, mask, gamma=self.gamma, lam=lam)
+        return returns, found
+
+    def _compute_token_rewards(self, mask, rewards, turns):
+        return rewards * (mask & (mask.flip(1).cumsum(1).flip(1) == 1))
+
+
+def test_a_right_agilerl_agrees_with_every_reference(monkeypatch, tmp_path):
+    standing(monkeypatch, tmp_path, "agilerl.algorithms.grpo", GRPO=GroupTrainer)
+    monkeypatch.setitem(sys.modules, "agilerl.algorithms.ppo_llm", SimpleNamespace(PPO=TokenTrainer))
+    found = {audited.name: audited for audited in agilerl.adapters()}
+    own = ["grpo", "grpo, micro_batch", "cispo", "ppo"]
+    assert [x.name for x in found.values() if x.kind == "whole_loss" and x.reference is not None] == own
+    assert [name for name in own if not agrees(found[name])] == []
+    (leaf, *others), more = batch(1)
+    for name, times in {"grpo": 1, "ppo": 3}.items():  # grpo divides by the tokens of the whole window
+        one, three = (found[name].fn(leaf, *others, **more | {"pieces": pieces}) for pieces in (1, 3))
+        assert one.item() == pytest.approx(times * three.item())
+    audited = found["advantages, mean_std"]
+    torch.testing.assert_close(audited.fn(*of_groups(4))[0], audited.reference(*of_groups(4))[0])
+    scores, mask, groups = of_groups(4)
+    returns, _ = found["returns of one turn"].fn(scores, mask, groups)
+    torch.testing.assert_close(returns, scores[:, None] * mask)
+    _same_gae(found["gae, before whitening"].fn)
+
+
 # OpenRLHF
 
 LOSS = """
@@ -462,7 +523,7 @@ def test_a_trainer_that_is_installed_has_its_adapters_and_versions(monkeypatch):
 
 
 def test_every_trainer_is_installed_by_its_own_name():
-    assert [*peers.PEERS] == ["trl", "verl", "openrlhf", "areno", "areal", "skyrl"]
+    assert [*peers.PEERS] == ["trl", "verl", "openrlhf", "areno", "areal", "skyrl", "agilerl"]
     for name, peer in peers.PEERS.items():
         assert (peer.module, peer.package) == (f"fppo.studies.audit.peers.{name}", name)
         assert peer.install[0].removeprefix("pip install ").removeprefix("--no-deps ").partition("==")[0] == name

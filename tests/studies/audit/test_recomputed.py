@@ -270,7 +270,7 @@ def test_an_audit_draws_alike_for_each_function_and_leaves_the_generator(monkeyp
     monkeypatch.setattr(report, "laws", SimpleNamespace(verdicts=verdicts))
     adapters = (
         Audited("a", "gae", len),
-        Audited("b", "advantages", max, reference=min, group_rows=2, tokens=3, leave_out=("sum", "rows")),
+        Audited("b", "advantages", max, min, 2, tokens=3, leave_out=("sum", "rows"), dtype=torch.float32),
     )
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -280,11 +280,9 @@ def test_an_audit_draws_alike_for_each_function_and_leaves_the_generator(monkeyp
     torch.manual_seed(6)
     audit("mine", adapters[:1])
     assert asked[0][2] == asked[1][2] == asked.pop()[2]
-    plain = {"reference": None, "group_rows": 1, "tokens": 0, "name": "audited"}
-    assert [(fn, how) for fn, how, _ in asked] == [
-        (len, plain | {"kind": "gae"}),
-        (max, {"kind": "advantages", "reference": min, "group_rows": 2, "tokens": 3, "name": "audited"}),
-    ]
+    plain = {"kind": "gae", "reference": None, "group_rows": 1, "tokens": 0, "dtype": torch.float64, "name": "audited"}
+    other = {"kind": "advantages", "reference": min, "group_rows": 2, "tokens": 3, "dtype": torch.float32}
+    assert [(fn, how) for fn, how, _ in asked] == [(len, plain), (max, plain | other)]
     assert found == AuditReport(
         "mine",
         ("x 1",),

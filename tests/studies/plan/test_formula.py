@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fppo.runtime.schedule import clocked, one_f_one_b
-from fppo.studies.plan import estimate
+from fppo.studies.plan import estimate, passes
 from fppo.studies.plan.case import Role, hardware_of, overhead
 from fppo.studies.plan.estimate import (
     ATTENTION_BACKWARD,
@@ -45,6 +45,7 @@ def test_the_facts_of_a_dense_model():
         experts=0.0,
         outside=float(EMBEDDING),
         products=2.0 * 3 * linear * 64,
+        sliced=0.0,
         last=2.0 * 3 * 512 * 128 * 64,
         attention=3 * 4.0 * 128 * pairs,
         head=2.0 * EMBEDDING * 32,
@@ -77,6 +78,16 @@ def test_an_update_computes_layers_three_times_and_what_it_keeps_not_again(again
     kept = attrs.evolve(what, log_probs="reference")
     assert flops_of(kept, "update actor", each)[1] == pytest.approx(others - rows * each.head)
     assert flops_of(what, "log-probs", each) == (rows * each.attention, rows * (each.products + each.head))
+
+
+@pytest.mark.slow
+def test_mlps_in_slices_are_computed_again_once():
+    """As counted, and not twice where layers are computed again."""
+    for again in (False, True, "selective"):
+        what = case(layers=1, tokens=256, length=256, micro_batches=1, checkpoint_layers=again, mlp_slice_tokens=32)
+        counted = sum(phase.cost.flops["matmul float32"] for phase in passes.run_stage(what, "update actor"))
+        products = flops_of(what, "update actor", facts_of(what, model_of(what, "actor")))[1]
+        assert counted == pytest.approx(products, rel=0.01), again
 
 
 WHOLE = 3 * LAYER + 2 * EMBEDDING

@@ -170,6 +170,10 @@ def test_the_host_has_the_state_that_is_there_and_copies_of_what_is_written(tmp_
     away = [*kept, *states["actor"].params.values()]  # the reference's
     found = host.host_of(what, built)
     assert found.rest[host.STATE] == sum(x.nbytes for x in away)
+    assert found.files == 0
+    on_disk = host.host_of(attrs.evolve(what, moments_in_files=True), built)
+    assert on_disk.files == sum(x.nbytes for x in kept) == found.rest[host.STATE] - on_disk.rest[host.STATE]
+    assert found.meanwhile[host.COPIES] - on_disk.meanwhile[host.COPIES] == on_disk.files
     saved = checkpoint.begin_save(states, tmp_path, 1).wait()
     written = sum(file.stat().st_size for file in saved.glob("*.safetensors"))
     assert written == pytest.approx(found.meanwhile[host.COPIES], rel=0.01)

@@ -52,6 +52,11 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
             "skyrl",
             ("pip install --no-deps skyrl==0.3.0", "pip install ray loguru omegaconf jaxtyping cloudpickle"),
         ),
+        "agilerl": Peer(
+            "fppo.studies.audit.peers.agilerl",
+            "agilerl",
+            ("pip install --no-deps agilerl==2.58.0", "pip install lazy_loader"),
+        ),
     }
 )
 
