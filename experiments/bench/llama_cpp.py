@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import tyro
-import xllamacpp
+import xllamacpp  # pyright: ignore[reportMissingImports]
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize, quantize
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
