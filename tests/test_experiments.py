@@ -164,8 +164,11 @@ def test_the_bench_of_micro_batching_prints_ratios(capsys):
     assert float(row[7]) <= 1.0001  # the heaviest of 64 parts over the mean
 
 
-def test_the_bench_of_limits_says_which_runs_end_and_what_the_others_differ_by(capsys):
-    _load("bench/limits").main(limits=2, steps=1, width=16, rows=8)
+@pytest.mark.slow
+def test_the_bench_of_limits_says_which_runs_end_and_what_the_others_differ_by(monkeypatch, capsys):
+    given = "--limits 2 --steps 2 --repeats 1 --width 16 --rows 8"
+    monkeypatch.setattr("sys.argv", ["limits.py", *given.split()])
+    _load("bench/limits").main()
     lines = capsys.readouterr().out.splitlines()[1:]
     assert len(lines) == 4
     for tight, wide in zip(lines[::2], lines[1::2], strict=True):
