@@ -293,8 +293,7 @@ AUDIT = """async () => (await axe.run({resultTypes: ['violations']})).violations
     violation.nodes.map((node) => `${violation.id}: ${node.target} ${node.failureSummary}`))"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1360, 390])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1360), ("dark", 390)])
 def test_no_page_breaks_a_rule_of_accessibility(tmp_path, window, scheme, width):
     """The rules of axe-core: WCAG 2 A and AA, and good practice; each page of one run and of two, with an alarm, and
     with all that unfolds."""
