@@ -413,9 +413,10 @@ def test_a_right_agilerl_agrees_with_every_reference(monkeypatch, tmp_path):
     assert [x.name for x in found.values() if x.kind == "whole_loss" and x.reference is not None] == own
     assert [name for name in own if not agrees(found[name])] == []
     (leaf, *others), more = batch(1)
-    for name, times in {"grpo": 1, "ppo": 3}.items():  # grpo divides by the tokens of the whole window
-        one, three = (found[name].fn(leaf, *others, **more | {"pieces": pieces}) for pieces in (1, 3))
-        assert one.item() == pytest.approx(times * three.item())
+    part = {"pieces": 3, "whole": torch.cat([more["whole"]] * 2)}
+    for name, times in {"grpo": 2, "ppo": 3}.items():  # grpo divides by the tokens of the whole window
+        one, other = (found[name].fn(leaf, *others, **how) for how in (more, part))
+        assert one.item() == pytest.approx(times * other.item())
     audited = found["advantages, mean_std"]
     torch.testing.assert_close(audited.fn(*of_groups(4))[0], audited.reference(*of_groups(4))[0])
     scores, mask, groups = of_groups(4)
