@@ -48,7 +48,7 @@ def main(
         settings["reward.arguments.regular_expression.pattern"] = word_problems.LAST_NUMBER
     given["output_dir"] = Path(out, f"{model}-{target}-{rate}-{high}-{seed}")
     run = train(**given, prompts=rows, steps=steps, settings=settings)
-    entropy, coefs = (run.metrics()[f"actor/{name}"] for name in ("entropy", "entropy_coef"))
+    entropy, coefs = (run.metrics()[f"actor/{name}"].tolist() for name in ("entropy", "entropy_coef"))
     goal = target * entropy[0]
     off = [abs(x / goal - 1) for x in entropy[skip:]]
     print(f"{mean(x <= 0.1 for x in off):.0%} within a tenth of {goal:.3f}, {mean(off):.1%} off, from step {skip + 1}")
