@@ -46,8 +46,8 @@ def main(
     }
     if model == "smol":
         settings["reward.arguments.regular_expression.pattern"] = word_problems.LAST_NUMBER
-    given["output_dir"] = Path(out, f"{model}-{target}-{rate}-{high}-{seed}")
-    run = train(**given, prompts=rows, steps=steps, settings=settings)
+    where = Path(out, f"{model}-{target}-{rate}-{high}-{seed}")
+    run = train(**given, prompts=rows, steps=steps, settings=settings, output_dir=where)
     entropy, coefs = (run.metrics()[f"actor/{name}"].tolist() for name in ("entropy", "entropy_coef"))
     goal = target * entropy[0]
     off = [abs(x / goal - 1) for x in entropy[skip:]]
