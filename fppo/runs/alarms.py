@@ -304,13 +304,16 @@ def clipped(heard: Heard, share: float = 0.2, steps: int = 3) -> str | None:
     )
 
 
-def ratio_off(heard: Heard, most: float = 0.1, steps: int = 3) -> str | None:
+def ratio_off(heard: Heard, most: float = 0.1, steps: int = 3, at_once: float = 1.0) -> str | None:
     """Old and new log-probs were more than `most` nats a token apart in each of `steps` steps: 5 times what is healthy,
-    in either direction."""
-    x = _lasts(heard, "actor/ppo_kl", steps, lambda x: abs(x) > most)
+    in either direction. Or they are more than `at_once` apart: such an update has ruined the policy."""
+    name = "actor/ppo_kl"
+    sudden = _lasts(heard, name, 1, lambda x: abs(x) > at_once)
+    x = _lasts(heard, name, steps, lambda x: abs(x) > most) if sudden is None else sudden
     if x is None:
         return None
-    text = f"actor/ppo_kl has been beyond {most:g} for {steps} steps, and is {x:.2g}: the ratio is not near 1"
+    bound = f"beyond {most:g} for {steps} steps, and is {x:.2g}" if sudden is None else f"as far as {x:.2g} in one step"
+    text = f"{name} has been {bound}: the ratio is not near 1"
     return f"{text}; try a smaller actor.optimizer.lr, and check your loss and its mask by laws.check_policy_loss"
 
 

@@ -94,7 +94,11 @@ TWINS = {  # by alarm: series on which it rings, each with its healthy twin
         (
             series(actor__ppo_kl=lambda t: -0.2 if t > 20 else 0.01),
             series(actor__ppo_kl=lambda t: 0.2 if t % 3 else 0.0),
-        )
+        ),
+        (
+            series(actor__ppo_kl=lambda t: 9.5 if t == 1 else 0.0),
+            series(actor__ppo_kl=lambda t: 0.9 if t == 1 else 0.0),
+        ),
     ],
     "groups": [
         (series(**{ALIKE: lambda t: 0.9}, score=flat), series(**{ALIKE: lambda t: 0.9}, score=UP)),
