@@ -173,7 +173,7 @@ class LateMask:
 
 
 def sampler_of(case: Case, engine: EmbeddedEngine) -> Any:
-    """What samples: with a fault, an engine of old weights or of late masks."""
+    """Make the engine that samples: with a fault, one of old weights or of late masks."""
     if case.fault == FAULTS[2]:
         return Stale(engine, (0, 12)[case.number % 2])
     return LateMask(engine) if case.fault == FAULTS[1] and case.number % 2 == 0 else engine

@@ -91,7 +91,7 @@ def order_of(name: str | None, prompts: PromptSet, key: Key) -> Order | None:
 
 
 def drawing_of(section: DataSettings, prompts: PromptSet, key: Key, *, drafts: bool) -> Drawing:
-    """How the settings want these prompts drawn; for an engine that `drafts`, with their earlier responses. Raises
+    """Make the drawing of these prompts, by the settings; if the engine `drafts`, with earlier responses. Raises
     ValueError for an order or a curriculum that does not import, is invalid, or does not fit the prompts."""
     drawing = _drawing(section, prompts, key)
     if not drafts:

@@ -54,9 +54,9 @@ def test_the_newest_responses_of_each_prompt_are_kept_all_different():
 
 def test_prompts_that_have_not_come_for_longest_are_forgotten():
     kept = Column()
-    for name in ("a", "b\nc", "d e", "b\nc"):
+    for name in ("a", "b\nc", "a", "d e"):
         kept = with_responses(kept, rollout_of({name: [[1, 2, 3]]}), most=6)
-    assert read(kept) == [[], [[1, 2, 3]], [[1, 2, 3]]]
+    assert read(kept) == [[[1, 2, 3]], [], [[1, 2, 3]]]
     assert read(with_responses(kept, rollout_of({"a": [[1]]}), most=2)) == [[[1]], [], []]
 
 

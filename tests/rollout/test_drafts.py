@@ -159,7 +159,7 @@ def earlier_of(rollout, n):
 
 
 def test_earlier_responses_are_drafted():
-    """Those of the prompts themselves come true; those of other prompts, and odd ones, change nothing."""
+    """Responses to the same prompt come true; to other prompts, and odd ones, they change nothing."""
     model, params, ask, expected = reference("qwen2", 1, 0)
     engine, own = engine_of(model, draft_tokens=6), earlier_of(expected, 3)
     accepted = []
