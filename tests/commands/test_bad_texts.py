@@ -50,7 +50,7 @@ def test_a_name_that_is_empty_or_too_long_is_named(task, capsys, name, text, exp
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["--output-dir", ""], "1 problem in {file}:\n  output_dir = '': is not set; give a directory for what"),
+        (["--output-dir", ""], "1 problem in {file}, with the flags:\n  output_dir = '': is not set; give a"),
         (["--output-dir", "@/" + "x" * 256], TOO_LONG),
         (["--actor.optimizer.betas", "0.9"], "actor.optimizer.betas = [0.9]: must be a list of 2, each a number"),
     ],
