@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ _OBJECT = re.compile(r"<[\w.<>]*?(\w+) object at 0x\w+>")  # <module.Class objec
 _FUNCTION = re.compile(
     r"<(?:built-in |bound )?(?:function|method) (?:[\w.]*<locals>\.)*([\w.]+)(?: of [\w. ]+)?(?: at 0x\w+)?>"
 )
+Outcome = Literal["holds", "note", "fault"]
 GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e300)
 
 
@@ -261,7 +262,11 @@ def describe(example: LawExample, name: str, see: Sequence[str]) -> list[str]:
     if not see or not all(whole for _, whole in texts.values()):
         mode = [] if example.mode is None else [f"weight_mode = {example.mode!r}"]
         shown = {key: texts[key][0] if x.numel() <= SHOWN else shape_of(x) for key, x in tensors.items()}
-        return [*mode, *(f"{key:<{width}} = {text}" for key, text in shown.items()), "(all of it is in .example)"]
+        return [
+            *mode,
+            *(f"{key:<{width}} = {text}" for key, text in shown.items()),
+            "(all of it is in the error's .example)",
+        ]
     lines = ["from functools import partial"] if name.startswith("partial(") else []
     lines.append("from torch import float32, float64, inf, nan, tensor")
     for key, (text, _) in texts.items():
@@ -290,6 +295,18 @@ def first_breach(fn: Callable, law: Law, examples: Sequence[tuple[int, LawExampl
     return None
 
 
+def judged(
+    fn: Callable, law: Law, examples: Sequence[tuple[int, LawExample]]
+) -> tuple[Outcome, tuple[str, Breach] | None]:
+    """Judge `fn` by a law: the outcome, and the first example that shows it, as `first_breach` returns it."""
+    if (found := first_breach(fn, law, examples)) is None or law.mild is None:
+        return ("holds" if found is None else "fault"), found
+    worse = first_breach(fn, law._replace(breach=law.mild), examples)
+    if worse is None and not (law.mild is nothing and found[1].reason.startswith("it raised ")):
+        return "note", found
+    return "fault", worse or found
+
+
 def check(
     fn: Callable,
     laws: Sequence[Law],
@@ -302,24 +319,27 @@ def check(
 ) -> None:
     """Check `fn` by every law on `make_example(rows, width, seed)`; raise LawViolation for the first broken law.
 
-    The message has the function's name (or `name`), the smallest counter-example as the function was called with it,
-    and the names of other broken laws. `see` are lines of Python that show what went wrong; {} in them is the function.
+    The message has the function's name (or `name`), the law's note if only its weaker form holds, the smallest
+    counter-example as the function was called with it, and the names of other broken laws. `see` are lines of Python
+    that show what went wrong; {} in them is the function.
     """
     examples = [(seed, make_example(rows, width, seed)) for rows, width in sizes for seed in range(seeds)]
-    broken = [(law, breach) for law in laws if (breach := first_breach(fn, law, examples)) is not None]
+    found = [(law, *judged(fn, law, examples)) for law in laws]
+    broken = [(law, outcome, breach) for law, outcome, breach in found if breach is not None]
     if not broken:
         return
-    law, (size, (reason, example)) = broken[0]
+    law, outcome, (size, (reason, example)) = broken[0]
     name = name or fn_name(fn)
     lines = [
         f'{name} breaks the law "{law.name}": {law.statement}.',
         f"  {reason}",
+        *([f"  A note, no fault: {law.note}."] if outcome == "note" else []),
         *([f"  If that is meant: {law.way_out}."] if law.way_out else []),
         f"  The smallest counter-example, {size}, as it was used:",
         *(f"    {line}" for line in describe(example, name, see)),
     ]
     if broken[1:]:
-        lines.append("  It also breaks: " + ", ".join(f'"{other.name}"' for other, _ in broken[1:]))
+        lines.append("  It also breaks: " + ", ".join(f'"{other.name}"' for other, *_ in broken[1:]))
     raise LawViolation("\n".join(lines), law.name, {**example.inputs, **example.extras})
 
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Literal
 
 import attrs
 import torch
 from torch import Tensor
 
 from fppo._errors import did_you_mean
-from fppo.laws._search import Law, Suite, describe, first_breach, fn_name, nothing
+from fppo.laws._search import Law, Outcome, Suite, describe, fn_name, judged
 from fppo.laws.estimators import advantages_suite, whiten_suite
 from fppo.laws.losses import policy_suite, value_suite
 from fppo.laws.temporal import gae_suite, temporal_suite
 from fppo.laws.whole import whole_suite
 
-Outcome = Literal["holds", "note", "fault"]
 _MAKERS: Mapping[str, Callable[..., Suite]] = MappingProxyType(
     {
         "policy_loss": policy_suite,
@@ -110,16 +108,11 @@ def _suite(kind: str, reference: Callable | None, group_rows: int, dtype: torch.
 
 
 def _verdict(fn: Callable, law: Law, suite: Suite, examples: list, name: str) -> Verdict:
-    found, outcome, note = first_breach(fn, law, examples), "fault", ""
+    outcome, found = judged(fn, law, examples)
     if found is None:
         return Verdict(law.name, law.statement, "holds")
-    if law.mild is not None:
-        worse = first_breach(fn, law._replace(breach=law.mild), examples)
-        if worse is None and not (law.mild is nothing and found[1].reason.startswith("it raised ")):
-            outcome, note = "note", f"; {law.note}"
-        else:
-            found = worse or found
     size, (reason, example) = found
+    note = f"; {law.note}" if outcome == "note" else ""
     tensors = {**example.inputs, **example.extras}
     shown = tuple(describe(example, name, suite.see))
     return Verdict(law.name, law.statement, outcome, f"{reason}{note}", size, tensors, shown)

@@ -316,11 +316,16 @@ def test_the_lines_of_an_example_run_where_four_digits_are_exact():
     ]
     assert describe(example, "partial(f)", ("{}",))[0] == "from functools import partial"
     assert "weights" not in "".join(describe(example, "f", ("{}(x)",)))
-    rounded = ["weight_mode = 'm'", "x    = [[0.1234, -2.0]]", "mask = [[True, False]]", "(all of it is in .example)"]
+    rounded = [
+        "weight_mode = 'm'",
+        "x    = [[0.1234, -2.0]]",
+        "mask = [[True, False]]",
+        "(all of it is in the error's .example)",
+    ]
     assert describe(example, "f", ()) == rounded
     odd = example.put(x=torch.tensor([[0.12345, -2.0]], dtype=torch.float64))
     assert describe(odd, "f", ("{}",))[1] in ("x    = [[0.1235, -2.0]]", "x    = [[0.1234, -2.0]]")
-    assert describe(odd, "f", ("{}",))[-1] == "(all of it is in .example)"
+    assert describe(odd, "f", ("{}",))[-1] == "(all of it is in the error's .example)"
     large = example.put(x=torch.zeros(1, 1001))._replace(mode=None)
     assert describe(large, "f", ("{}",))[0] == "x    = float32 [1, 1001]"
     assert describe(example.put(x=torch.zeros(1, 1000)), "f", ("{}",))[-1] == "f"
@@ -394,6 +399,17 @@ MILD = Law("mild", "", broken, mild=nothing, note="a convention")
 def verdict_of(law, examples=None, name="f"):
     suite = Suite((law,), lambda *x: example_of())
     return verdict(print, law, suite, examples or [(0, example_of())], name)
+
+
+def test_a_violation_says_if_the_law_s_weaker_form_holds():
+    with pytest.raises(laws.LawViolation) as caught:
+        check(max, [MILD, Law("bare", "b", broken)], lambda *x: example_of())
+    lines = str(caught.value).splitlines()
+    assert lines[1:3] == ["  it is wrong", "  A note, no fault: a convention."]
+    assert lines[-1] == '  It also breaks: "bare"'
+    with pytest.raises(laws.LawViolation) as caught:
+        check(max, [Law("bare", "b", broken), MILD], lambda *x: example_of())
+    assert "A note" not in str(caught.value)
 
 
 def test_a_verdict_is_a_note_where_the_weaker_form_holds_and_no_call_raised():
