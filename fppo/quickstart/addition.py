@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -141,12 +142,13 @@ def warm_up(
     optimizer = adamw(rate, betas=(0.9, 0.99), weight_decay=0.0)
     vocabulary = tokenizer.get_vocab()
     pad, eos = vocabulary["<pad>"], vocabulary["<eos>"]
+    encode = functools.cache(tokenizer.encode)
 
     def batch(step: int) -> Demonstrations:
         draws = key.fold("demonstrations", step).uniform(torch.arange(batch_size), 2).tolist()
         chosen = [(train[int(u * len(train))], v < mistakes) for u, v in draws]
-        prompts = [tokenizer.encode(s.prompt) for s, _ in chosen]
-        responses = [[*tokenizer.encode(s.mistake if wrong else s.answer), eos] for s, wrong in chosen]
+        prompts = [encode(s.prompt) for s, _ in chosen]
+        responses = [[*encode(s.mistake if wrong else s.answer), eos] for s, wrong in chosen]
         return demonstrations(prompts, responses, pad_token_id=pad)
 
     return imitate(

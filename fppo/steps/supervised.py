@@ -40,14 +40,15 @@ def demonstrations(
 ) -> Demonstrations:
     """Make a record of token ids: prompts padded on the left, responses on the right. `inputs` are the prompts' images;
     `imitated` is True for each response token to imitate, by default all. Raises ValueError for an empty prompt."""
+    if (empty := next((i for i, prompt in enumerate(prompts) if not prompt), None)) is not None:
+        raise ValueError(f"demonstration {empty} has an empty prompt: its first response token has nothing before it")
     left, right = max(map(len, prompts)), max(map(len, responses))
-    tokens = torch.full((len(prompts), left + right), pad_token_id)
-    mask = torch.zeros_like(tokens, dtype=torch.bool)
-    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        if not prompt:
-            raise ValueError(f"demonstration {i} has an empty prompt: its first response token has nothing before it")
-        tokens[i, left - len(prompt) : left + len(response)] = torch.tensor([*prompt, *response])
-        mask[i, left - len(prompt) : left + len(response)] = True
+    rows = [
+        (left - len(prompt), [*prompt, *response], right - len(response))
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    tokens = torch.tensor([[pad_token_id] * before + ids + [pad_token_id] * after for before, ids, after in rows])
+    mask = torch.tensor([[False] * before + [True] * len(ids) + [False] * after for before, ids, after in rows])
     return Demonstrations(
         tokens=tokens,
         attention_mask=mask,
