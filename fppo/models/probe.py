@@ -36,6 +36,7 @@ _WINDOW = 7
 _VOCABULARY = _INNER_WIDTH = 64
 _WIDTH = 128  # of a head in models without heads
 _MOST = 1 << 28  # parameters
+_LINEAR_HEADS = ("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads")
 _INNER = re.compile(r".*(intermediate_size|inner_size|ffn_hidden_size)$|ffn_dim|n_inner|d_ff")
 
 
@@ -254,7 +255,12 @@ def _smaller(config: PreTrainedConfig, layers: int, heads: int | None) -> PreTra
 
 
 def _narrow_states(config: PreTrainedConfig, hidden: int, width: int) -> None:
-    """Reduce Mamba's heads where they make up a multiple of the hidden width, which becomes `width`."""
+    """Reduce the heads of linear attention, in their proportions, to one or two of a kind, and Mamba's where they make
+    up a multiple of the hidden width, which becomes `width`."""
+    linear = {name: number for name in _LINEAR_HEADS if (number := getattr(config, name, None))}
+    common = math.gcd(*linear.values())
+    for name, number in linear.items():
+        setattr(config, name, number // common * (1 + (common % 2 == 0)))
     for start, (number, size) in {"mamba_": ("n_heads", "d_head"), "": ("num_heads", "head_dim")}.items():
         heads, each, expand = (getattr(config, start + name, None) for name in (number, size, "expand"))
         if heads and each and expand and heads * each == int(expand * hidden):

@@ -34,8 +34,8 @@ FEW = ("qwen2", "gpt2", "mixtral", "glm4_moe", "gpt_oss", "qwen3_next", "nemotro
 MERGED = {"falcon_h1", "falcon_mamba", "jamba", "laguna", "mamba", "mamba2", "nemotron_h"}
 _SMALL = {  # what makes default configs of mixtures large
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("n_group", "topk_group"), 1),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
+    **dict.fromkeys(("n_group", "num_expert_group", "topk_group"), 1),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k"), 2),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
 }
 
@@ -62,7 +62,9 @@ def default_probe(kind: str, monkeypatch: pytest.MonkeyPatch) -> Probe:
     shortened = importlib.import_module("kinds.verdicts").shortened
     config = AutoConfig.for_model(kind)
     text = config.get_text_config()
-    few: dict[str, Any] = {name: size for name, size in _SMALL.items() if name in text.to_dict()}
+    whole = text.to_dict()
+    few: dict[str, Any] = {name: size for name, size in _SMALL.items() if name in whole}
+    few |= {name: [few[name]] * len(whole[name]) for name in few if isinstance(whole[name], list)}
     section = next((name for name, x in vars(config).items() if x is text), None)
     try:
         return make_probe(models.build(shortened(kind, {section: few} if section else few)))

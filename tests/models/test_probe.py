@@ -15,6 +15,7 @@ from transformers import (
     OlmoeConfig,
     OPTConfig,
     Phi3Config,
+    Qwen3_5TextConfig,
     SmolLM3Config,
 )
 
@@ -26,7 +27,7 @@ from fppo.models.adapted import Lora
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.table import Kernels
 from tests.models.families import CHANGED, COMMON, CONFIGS, DYNAMIC, LONGROPE, OWN, make, plain
-from tests.models.hybrids import MAMBA
+from tests.models.hybrids import DELTA, MAMBA
 
 KERNELS = Kernels.named()
 
@@ -201,6 +202,16 @@ def test_a_probe_has_rows_beyond_the_windows_of_its_model():
         probe = probes.make_probe(models.build(MistralConfig(**COMMON, **changes)))
         assert probe.model.config.sliding_window < len(probes.probe_rows(probe)[1])
         assert probe.model.config.sliding_window <= changes["sliding_window"]
+
+
+@pytest.mark.parametrize(("heads", "expected"), [((16, 32), (2, 4)), ((5, 10), (1, 2)), ((1, 3), (1, 3))])
+def test_a_probe_has_one_or_two_heads_of_linear_attention_in_their_proportions(heads, expected):
+    names = ("linear_num_key_heads", "linear_num_value_heads")
+    wide = DELTA | {"hidden_size": 1024, "num_attention_heads": 16} | dict(zip(names, heads, strict=True))
+    model = models.build(Qwen3_5TextConfig(**wide))
+    probe = probes.make_probe(model)
+    assert tuple(getattr(probe.model.config, name) for name in names) == expected
+    models.check_model(model)
 
 
 def test_a_probe_of_an_adapter_has_it_on_the_same_weights():
