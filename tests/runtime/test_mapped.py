@@ -18,6 +18,7 @@ from fppo.runtime.mapped import empty_beside, to_files, write_zeros
 from fppo.runtime.offload import Lane, Offloaded, copied, offloaded_adamw
 from fppo.steps import host_step, optimizers
 from fppo.steps.actor import UpdateActor
+from fppo.steps.adamw_8bit import adamw_8bit
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -33,6 +34,7 @@ MAKE = {
     "sgd": partial(optimizers.sgd, momentum=0.9),
     "lion": optimizers.lion,
     "muon": muon,
+    "adamw_8bit": partial(adamw_8bit, block_size=4),
 }
 
 
@@ -74,6 +76,7 @@ def stage_of(name: str, offload: str):
     [
         *(("adamw", offload) for offload in ("moments", "all", "optimizer_step")),
         *(("sgd", "moments"), ("lion", "optimizer_step"), ("muon", "all")),
+        *(("adamw_8bit", offload) for offload in ("moments", "all", "optimizer_step")),
     ],
 )
 def test_moments_in_files_have_the_bits_of_moments_in_memory_and_stay_there(tmp_path, name, offload):
