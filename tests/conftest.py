@@ -34,6 +34,7 @@ CHECKED = (
     "fppo.advantages",
     "fppo.losses",
     "fppo.steps.actor",
+    "fppo.steps.adamw_8bit",
     "fppo.steps.forward",
     "fppo.steps.loop",
     "fppo.steps.muon",

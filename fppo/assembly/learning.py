@@ -18,6 +18,7 @@ from fppo.models.model import Model, Params
 from fppo.pipeline.gap import HoldExact, Then, WatchUpdate
 from fppo.pipeline.measure import Measured
 from fppo.pipeline.program import UpdateStage
+from fppo.runtime.layout import Layout
 from fppo.runtime.mapped import to_files
 from fppo.runtime.offload import HostActivations, Lane, Offloaded, to_host
 from fppo.settings.learning import ActorSettings, CriticSettings, OptimizerSettings
@@ -29,7 +30,7 @@ from fppo.steps.loop import Loop
 from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.outputs import Forward
-from fppo.steps.train_state import TrainState, init_state
+from fppo.steps.train_state import TrainState, check_cuts, init_state
 
 # k3 divergence per token of two computations of the same log-probs, 0.01 (float32) or 0.3 (16 bits) apart
 _EXACT_GAP, _COARSE_GAP = 1e-4, 0.05
@@ -50,7 +51,7 @@ class Learning:
 
     def optimizer_on(self, tools: Tools, model: Model | None) -> Optimizer:
         """The role's optimizer, with the kernels of this process's `tools`, and with a loss scale for a model that
-        computes in float16."""
+        computes in float16. Raises ValueError for a mesh whose cuts of parameters cannot be those of its state."""
         half = model is not None and model.compute_dtype == torch.float16
         by_step, lane = self.offload == "optimizer_step", tools.lane
 
@@ -64,9 +65,18 @@ class Learning:
             )
             return loss_scaled(optimizer) if half else optimizer
 
+        if model is not None and model.state_layout is not None:
+            self._check_cuts(model.state_layout)
         if by_step:
             return on_host(make, lane, fixed=() if model is None else model.untrained_params)
         return make(lambda kernel: kernel)
+
+    def _check_cuts(self, layout: Layout) -> None:
+        setting, name = f"{self.role}.optimizer", self.optimizer.name
+        try:
+            check_cuts(optimizer_of(self.optimizer, self.updates, setting=setting), layout)
+        except ValueError as error:
+            raise ValueError(f"{setting}.name = {name!r}: {error}") from error
 
     def state(self, params: Params, optimizer: Optimizer) -> TrainState:
         """The state before the first update, with a clock for its schedule."""

@@ -99,6 +99,33 @@ class Extent:
     stages: tuple[int, ...] = ()
 
 
+def block_of(shape: Sequence[int], leaf: Sequence[int]) -> tuple[int, int] | None:
+    """The axis along which a leaf has one number for each block of a tensor of this shape, and the size of a block;
+    None if the shapes differ otherwise."""
+    axes = [i for i, (n, m) in enumerate(zip(shape, leaf, strict=False)) if n != m]
+    if len(shape) != len(leaf) or len(axes) != 1 or not leaf[axes[0]] or shape[axes[0]] % leaf[axes[0]]:
+        return None
+    return axes[0], shape[axes[0]] // leaf[axes[0]]
+
+
+def divided(name: str, extent: torch.Size | Extent, axis: int, size: int) -> torch.Size | Extent:
+    """The extent of a leaf with one number for each block of `size` numbers along an axis of a parameter, cut as the
+    parameter is. Raises ValueError, naming the parameter, for a cut or an end of the axis inside of a block."""
+    whole = extent if isinstance(extent, Extent) else Extent(extent)
+    cut, shape, edges = whole.cut, list(whole.shape), [whole.shape[axis]]
+    if cut is not None and cut.dim == axis:
+        edges += [edge for part in range(cut.parts) for run in cut.runs(part) for edge in run]
+        cut = attrs.evolve(cut, segments=tuple(each // size for each in cut.segments))
+    if any(edge % size for edge in edges):
+        over = "" if len(edges) == 1 else f", which the {whole.cut.axis} axis cuts into {whole.cut.parts} parts"
+        raise ValueError(
+            f"{name} of shape {tuple(whole.shape)}: blocks of {size} do not fit axis {axis}{over}: give a block size "
+            "that divides each part, or another mesh"
+        )
+    shape[axis] //= size
+    return Extent(torch.Size(shape), cut, whole.stages) if isinstance(extent, Extent) else torch.Size(shape)
+
+
 @attrs.frozen
 class Layout:
     """The layout of parameters of `whole` shapes on one rank. The rank is `rank` of `ranks` on the tensor axis,

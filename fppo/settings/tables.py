@@ -37,6 +37,7 @@ VALUE_HEADS: Functions = {
 }
 OPTIMIZERS: Functions = {  # called with a schedule
     "adamw": ("fppo.steps.optimizers:adamw",),
+    "adamw_8bit": ("fppo.steps.adamw_8bit:adamw_8bit",),
     "sgd": ("fppo.steps.optimizers:sgd",),
     "lion": ("fppo.steps.optimizers:lion",),
     "muon": ("fppo.steps.muon:muon",),

@@ -7,6 +7,7 @@ parameters.
 """
 
 from fppo.steps.actor import DistillTerm, PolicyTerms, SelectiveLoss, UpdateActor
+from fppo.steps.adamw_8bit import adamw_8bit
 from fppo.steps.confidence import UpdateConfidence, confidence_values, init_confidence
 from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import compute_log_probs, compute_outputs, compute_values, forward_micro_batch
@@ -44,6 +45,7 @@ __all__ = [
     "UpdatePopart",
     "UpdateSupervised",
     "adamw",
+    "adamw_8bit",
     "compute_log_probs",
     "compute_outputs",
     "compute_reward_scores",

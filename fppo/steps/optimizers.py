@@ -42,11 +42,13 @@ class Update(Protocol):
 class Optimizer(NamedTuple):
     """An optimizer as a pair of functions, as in optax. `init(params)` makes its state: any tree of tensors.
 
-    Where a mesh cuts parameters, a tensor of the state is either a number (0-d), or has the shape and, in a mapping,
-    the name of a parameter; it is then cut like the parameter. With `loss_scale` gradients are those of the loss times
-    `loss_scale(state)`, 0-d; see `loss_scale.loss_scaled`. `kernel` is AdamW's kernel, if there is one. `says(params)`
-    describes how it treats which parameters, if not all alike; it reads only names and shapes. `landing(state)` says
-    where gradients go, and in which dtypes they are summed, if not as the parameters: see `host_step.on_host`.
+    Where a mesh cuts parameters, a tensor of the state is either a number (0-d), or has, in a mapping, the name of a
+    parameter and its shape, or the shape with one axis divided by the size of a block; it is then cut like the
+    parameter, never inside of a block (`train_state.check_cuts`). With `loss_scale` gradients are those of the loss
+    times `loss_scale(state)`, 0-d; see `loss_scale.loss_scaled`. `kernel` is AdamW's kernel, if there is one.
+    `says(params)` describes how it treats which parameters, if not all alike; it reads only names and shapes.
+    `landing(state)` says where gradients go, and in which dtypes they are summed, if not as the parameters: see
+    `host_step.on_host`.
     """
 
     init: Callable[[Params], Any]
@@ -366,7 +368,8 @@ def from_function(
     argument.
 
     Gradients come clipped, and all trees are this rank's shards where a mesh cuts parameters: a function that is not
-    elementwise would be wrong there. The state is a tree of tensors, see `Optimizer`; `init(params)` makes it.
+    elementwise, or by blocks, would be wrong there. The state is a tree of tensors, see `Optimizer`; `init(params)`
+    makes it.
     """
 
     def write_(params: Params, grads: Params, state: Any, call: UpdateCall) -> Any:

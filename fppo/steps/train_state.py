@@ -13,13 +13,13 @@ from torch.utils import _pytree as pytree
 from fppo import tree
 from fppo.metrics import Metrics
 from fppo.models.model import Params
-from fppo.runtime.layout import Extent
+from fppo.runtime.layout import Extent, Layout, block_of, divided
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.steps.clock import Clock, UpdateTurn, after_update, before_update
 from fppo.steps.optimizers import Optimizer
 from fppo.tree import state
 
-__all__ = ["Params", "Scale", "TrainState", "init_state", "optimizer_step", "whole_shapes"]
+__all__ = ["Params", "Scale", "TrainState", "check_cuts", "init_state", "optimizer_step", "whole_shapes"]
 
 
 def _nothing() -> Tensor:
@@ -88,10 +88,11 @@ def optimizer_step(
 
 def whole_shapes(state: TrainState, shapes: Mapping[str, torch.Size | Extent]) -> dict[str, torch.Size | Extent]:
     """The whole shapes of the leaves that a mesh cuts, by their paths in `state`: parameters with whole `shapes`, also
-    of other stages, and optimizer tensors with the names and shapes of this rank's parameters.
+    of other stages, and optimizer tensors with the names of this rank's parameters and their shapes, or one number for
+    each block along one of their axes.
 
-    If parameters are cut, raises ValueError for an optimizer tensor that is neither 0-d nor shaped like the parameter
-    of its name.
+    If parameters are cut, raises ValueError for an optimizer tensor that is neither 0-d nor shaped like that, and for
+    a cut inside of a block.
     """
     cut = any(x.shape != shapes[name] for name, x in state.params.items())
     whole = {f".params[{name!r}]": extent for name, extent in shapes.items()}
@@ -99,11 +100,33 @@ def whole_shapes(state: TrainState, shapes: Mapping[str, torch.Size | Extent]) -
         name = getattr(path[-1], "key", None) if path else None
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             continue
-        if name in state.params and leaf.shape == state.params[name].shape:
+        own = state.params[name].shape if name in state.params else torch.Size()
+        if leaf.shape == own:
             whole[f".opt{pytree.keystr(path)}"] = shapes[name]
+        elif (block := block_of(own, leaf.shape)) is not None:
+            whole[f".opt{pytree.keystr(path)}"] = divided(name, shapes[name], *block)
         elif cut:
             raise ValueError(
                 f"the optimizer's state .opt{pytree.keystr(path)} of shape {tuple(leaf.shape)} is neither a number nor "
-                "of the shape of the parameter with its name: it cannot be saved where parameters are cut"
+                "of the shape of the parameter with its name, or with one axis divided by the size of a block: it "
+                "cannot be saved where parameters are cut"
             )
     return whole
+
+
+def check_cuts(optimizer: Optimizer, layout: Layout) -> None:
+    """Check that the state of this rank's parts of parameters is the same part of the state of whole parameters, by the
+    shapes that `optimizer.init` gives tensors without data. Raises ValueError if not, as for a cut inside of a block.
+    """
+    extents = {name: layout.extent(name) for name in layout.held}
+
+    def leaves(shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size | Extent]:
+        params = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        return whole_shapes(init_state(params, optimizer), extents)
+
+    whole, own = leaves({name: layout.whole[name] for name in layout.held}), leaves(layout.shapes)
+    if wrong := [path for path in {**whole, **own} if whole.get(path) != own.get(path)]:
+        raise ValueError(
+            "the optimizer's state of parts of parameters is no part of the state of whole ones: "
+            + ", ".join(wrong[:3])
+        )

@@ -14,10 +14,11 @@ from fppo import losses, tree
 from fppo.key import Key
 from fppo.runtime import checkpoint
 from fppo.runtime._checkpoint_files import on_host
-from fppo.runtime.mapped import empty_beside, to_files
+from fppo.runtime.mapped import empty_beside, to_files, write_zeros
 from fppo.runtime.offload import Lane, Offloaded, copied, offloaded_adamw
 from fppo.steps import host_step, optimizers
 from fppo.steps.actor import UpdateActor
+from fppo.steps.adamw_8bit import adamw_8bit
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -33,6 +34,7 @@ MAKE = {
     "sgd": partial(optimizers.sgd, momentum=0.9),
     "lion": optimizers.lion,
     "muon": muon,
+    "adamw_8bit": partial(adamw_8bit, block_size=4),
 }
 
 
@@ -74,6 +76,7 @@ def stage_of(name: str, offload: str):
     [
         *(("adamw", offload) for offload in ("moments", "all", "optimizer_step")),
         *(("sgd", "moments"), ("lion", "optimizer_step"), ("muon", "all")),
+        *(("adamw_8bit", offload) for offload in ("moments", "all", "optimizer_step")),
     ],
 )
 def test_moments_in_files_have_the_bits_of_moments_in_memory_and_stay_there(tmp_path, name, offload):
@@ -107,7 +110,22 @@ def test_copies_of_what_is_in_files_are_in_files_and_a_checkpoint_is_the_same(tm
     assert tree.digest(loaded) == tree.digest(checkpoint.load(values, tmp_path / "files", 1)) == tree.digest(values)
 
 
-def test_a_disk_without_room_and_a_directory_that_is_missing_are_named_with_the_setting(tmp_path, monkeypatch):
+def test_where_the_system_reserves_no_room_zeros_are_written(tmp_path):
+    """As on macOS, which has no posix_fallocate."""
+    values = {"a": torch.randn(3, 5).t(), "b": torch.randn(0, 4), "c": torch.tensor(2.0), "d": torch.arange(300_000)}
+    there = to_files(values, tmp_path, setting="x", reserve=None)
+    assert in_directory(there, tmp_path)
+    assert tree.digest(there) == tree.digest(values)
+    with (tmp_path / "zeros").open("w+b", buffering=0) as file:
+        write_zeros(file.fileno(), 0, 3 << 20)
+        assert file.read() == bytes(0)
+        file.seek(0)
+        assert file.read() == bytes(3 << 20)
+    with open("/dev/full", "wb", buffering=0) as disk, pytest.raises(OSError, match="No space left"):
+        write_zeros(disk.fileno(), 0, 8)
+
+
+def test_a_disk_without_room_and_a_directory_that_is_missing_are_named_with_the_setting(tmp_path):
     values = {"a": torch.zeros(4)}
     with pytest.raises(ValueError, match=r"model\.moments_directory = '.*nowhere': No such file"):
         to_files(values, tmp_path / "nowhere", setting="model.moments_directory")
@@ -115,7 +133,6 @@ def test_a_disk_without_room_and_a_directory_that_is_missing_are_named_with_the_
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ValueError, match=r"model\.moments_directory = .*: No space left .* GiB that are free"):
-        to_files(values, tmp_path, setting="model.moments_directory")
+        to_files(values, tmp_path, setting="model.moments_directory", reserve=full)
     assert not [*tmp_path.iterdir()]

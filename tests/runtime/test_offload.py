@@ -19,6 +19,7 @@ from fppo.runtime.offload import Lane, OnHost
 from fppo.runtime.simulate import simulate
 from fppo.steps import optimizers
 from fppo.steps.actor import PolicyTerms, UpdateActor
+from fppo.steps.adamw_8bit import adamw_8bit
 from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward, compute_log_probs, compute_values, forward_micro_batch
 from fppo.steps.loop import Loop
@@ -207,7 +208,7 @@ def test_an_update_of_a_state_on_the_host_has_the_bits_of_a_plain_one(dtype, che
             assert tree.digest(home) == before
 
 
-OTHERS = [optimizers.sgd(rate, momentum=0.9), optimizers.lion(rate), muon(rate)]
+OTHERS = [optimizers.sgd(rate, momentum=0.9), optimizers.lion(rate), muon(rate), adamw_8bit(rate, block_size=4)]
 
 
 @pytest.mark.slow

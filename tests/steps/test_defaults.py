@@ -17,6 +17,7 @@ from fppo.pipeline.program import Program
 from fppo.pipeline.stages import Annotate, Estimate
 from fppo.rewards import RewardRunner, length_penalty
 from fppo.steps.actor import PolicyTerms, UpdateActor
+from fppo.steps.adamw_8bit import adamw_8bit
 from fppo.steps.confidence import UpdateConfidence
 from fppo.steps.critic import UpdateCritic
 from fppo.steps.loop import Loop, Objective
@@ -32,6 +33,7 @@ WANTED = {
     lion: {"betas": (0.9, 0.99), "weight_decay": 0.01, "max_grad_norm": 1.0},
     muon: {"momentum": 0.95, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "max_grad_norm": 1.0},
     adamw: {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "max_grad_norm": 1.0},
+    adamw_8bit: {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "max_grad_norm": 1.0, "block_size": 64},
     losses.mse_head: {"clip": 0.5},
     losses.huber_head: {"delta": 1.0, "clip": 0.5},
     losses.hl_gauss_head: {"bins": 51, "low": -0.1, "high": 1.1, "sigma": 0.75},

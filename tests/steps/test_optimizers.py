@@ -14,6 +14,7 @@ from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.offload import Lane
 from fppo.runtime.simulate import simulate
 from fppo.steps.actor import UpdateActor
+from fppo.steps.adamw_8bit import adamw_8bit
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -48,6 +49,7 @@ OPTIMIZERS = {
     "sgd with momentum": sgd(rate, momentum=0.9, nesterov=True),
     "lion": lion(rate),
     "muon": muon(rate),
+    "adamw_8bit": adamw_8bit(rate, block_size=4),
     "own": OWN,
 }
 every = pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())

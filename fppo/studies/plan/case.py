@@ -236,6 +236,7 @@ class Role:
     compute_dtype: str | None = None
     checkpoint_layers: Recompute | None = None
     offload: str | None = None
+    optimizer: str | None = None
     dtype: torch.dtype = torch.float32  # the dtype of its parameters
 
 
@@ -303,6 +304,7 @@ class Case:
     log_probs: str = "chunked"
     packs: bool = False  # whether the embedded engine packs small weights, for oneDNN's products on a CPU
     graphs: bool = False  # whether passes of few tokens are recorded as CUDA graphs, where possible
+    optimizer: str = "adamw"  # or adamw_8bit; all others are planned as adamw
     offload: str = "none"  # the state on the host, as model.offload has it
     offload_activations: bool = False  # whether activations wait on the host for the backward pass
     moments_in_files: bool = False  # whether what the host keeps of optimizers is in files
@@ -366,6 +368,7 @@ class Case:
             compute_dtype=compute,
             checkpoint_layers=again,
             offload=role.offload or self.offload,
+            optimizer=role.optimizer or self.optimizer,
             dtype=role.dtype,
             forward_tokens=None,
             roles={},

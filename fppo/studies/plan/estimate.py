@@ -16,6 +16,7 @@ from fppo.models.slices import find_mlps
 from fppo.runtime.mesh import AXES, DENSE, SHARD_AXES
 from fppo.runtime.offload import WINDOW
 from fppo.settings.model import params_on_host
+from fppo.steps.adamw_8bit import BLOCK
 from fppo.studies.plan import passes
 from fppo.studies.plan.case import TRAINED, Case, Hardware, Pace, overhead
 from fppo.studies.plan.passes import STAGES
@@ -185,8 +186,7 @@ def _repeated(phases: Sequence[Phase], case: Case) -> list[tuple[Phase, float]]:
 
 
 ROOM = 1.15  # a case is too large if the formula's bytes are over this multiple of a GPU's memory
-# bytes on the device per trained parameter, with moments
-_STATE = {"none": 12, "moments": 4, "all": 0, "optimizer_step": 0}
+_MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 + 8 / BLOCK}  # bytes per trained parameter
 _KEPT_LAYER = 10.0  # elements that a layer keeps for its backward pass, per token and width, without the MLP's
 _KEPT_ROWS = 4.0  # and for each chosen expert
 ATTENTION_BACKWARD = 2.5  # FLOPs relative to the forward pass
@@ -294,7 +294,9 @@ def _own(case: Case, facts: Facts, *, shards: bool = True) -> float:
 
 def _rest(case: Case, name: str, facts: Facts) -> float:
     at = case.at_rest(name)
-    each = _STATE[at.offload] if name in TRAINED else (0 if params_on_host(at.offload) else at.dtype.itemsize)
+    each = 0.0 if params_on_host(at.offload) else at.dtype.itemsize
+    if name in TRAINED and at.offload == "none":
+        each += _MOMENTS[at.optimizer]
     return each * _own(case, facts)
 
 

@@ -161,7 +161,8 @@ def _fullest(case: Case, built: Built, width: int, budget: int) -> int:
 def moments(case: Case, name: str, built: Built) -> list[int]:
     """Bytes of each tensor of a model's optimizer state on a rank, without 0-d tensors."""
     params = {name: torch.empty(shape, device="meta") for name, shape in shard_shapes(case, name, built).items()}
-    return [x.nbytes for x in tree.tensors(passes.optimizer_of(case).init(params)) if x.dim()]
+    optimizer = passes.optimizer_of(attrs.evolve(case, offload="none"))  # the bytes are the same on the host
+    return [x.nbytes for x in tree.tensors(optimizer.init(params)) if x.dim()]
 
 
 def _nbytes(shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> list[int]:

@@ -44,12 +44,13 @@ from fppo.runtime.offload import HostActivations, Lane, Offloaded, by_layer, off
 from fppo.runtime.schedule import Action, Schedule, one_f_one_b
 from fppo.settings.model import params_on_host
 from fppo.steps.actor import UpdateActor
+from fppo.steps.adamw_8bit import adamw_8bit
 from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward, compute_log_probs, compute_values
 from fppo.steps.host_step import HostStep, on_host
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizers import Optimizer, adamw
+from fppo.steps.optimizers import Optimizer, adamw, kept_on_host
 from fppo.steps.scores import compute_reward_scores
 from fppo.steps.train_state import TrainState, init_state
 from fppo.studies.plan.case import ROLES, Case, with_layers
@@ -365,12 +366,15 @@ class Shelf(Lane):
 
 def optimizer_of(case: Case, lane: Lane = _LANE) -> Optimizer:
     """The optimizer of actor and critic. Its step may be on the host that the lane leads to."""
+    in_blocks = case.optimizer == "adamw_8bit"
 
     def make(wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> Optimizer:
-        return adamw(lambda step: 1e-6, kernel=wrap(adamw_))
+        return adamw_8bit(lambda step: 1e-6) if in_blocks else adamw(lambda step: 1e-6, kernel=wrap(adamw_))
 
     if case.offload == "optimizer_step":
         return on_host(make, lane)
+    if in_blocks and case.offload != "none":
+        return kept_on_host(make(lambda kernel: kernel), _LANE)
     return make(lambda kernel: kernel if case.offload == "none" else offloaded_adamw(kernel, _LANE))
 
 

@@ -72,6 +72,7 @@ def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
         lora_base=None if lora.base == "float" else lora.base,
         compute_dtype=None if model.compute_dtype == "float32" else getattr(torch, model.compute_dtype),
         **only(model, "checkpoint_layers", "mlp_slice_tokens", "offload", "offload_activations"),
+        optimizer=_optimizer(of.actor),
         moments_in_files=model.moments_directory is not None,
         log_probs=model.log_probs if model.log_probs in LOG_PROBS else "chunked",
         packs=not (hardware.on_gpu or of.rollout.exact) and model.linear == "onednn",
@@ -146,6 +147,11 @@ def _lora(lora: LoraSettings, rank: int) -> Lora | None:
     return Lora(rank, 1.0, lora.targets, exclude=lora.exclude) if rank else None
 
 
+def _optimizer(section: ActorSettings | CriticSettings) -> str:
+    """The optimizer that a section is planned with."""
+    return "adamw_8bit" if section.optimizer.name == "adamw_8bit" else "adamw"
+
+
 def _roles(of: TrainSettings, length: int, together: float) -> dict[str, Role]:
     """Overrides for the models other than the actor, by role."""
 
@@ -157,6 +163,7 @@ def _roles(of: TrainSettings, length: int, together: float) -> dict[str, Role]:
     if of.uses_critic_model:
         roles["critic"] = Role(
             tokens=None if tokens == _tokens(of.actor, of, together) else tokens,
+            optimizer=None if _optimizer(critic) == _optimizer(of.actor) else _optimizer(critic),
             **only(critic, "compute_dtype", "checkpoint_layers", "offload"),
         )
     if of.uses_reference:

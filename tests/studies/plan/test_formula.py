@@ -114,6 +114,11 @@ def test_parameters_and_moments_are_divided_by_the_axes_that_cut_them(mesh, own)
     plain, moments, everything, reference, narrow = (rough(attrs.evolve(what, **x), facts).memory for x in kinds)
     assert [plain - moments, plain - everything] == pytest.approx([8 * own, 12 * own])
     assert [reference - plain, narrow - plain] == pytest.approx([4 * own, 2 * own])
+    eight = [attrs.evolve(what, optimizer="adamw_8bit", **x) for x in kinds[:3]]
+    bytes_of_moments = 2 * (1 + 4 / 64)
+    assert [rough(x, facts).memory - plain for x in eight] == pytest.approx(
+        [(bytes_of_moments - 8) * own, -8 * own, -12 * own]
+    )
 
 
 def test_experts_are_divided_by_their_own_axis_or_by_the_tensor_axis():

@@ -21,7 +21,7 @@ from fppo.studies.plan import host, passes
 from fppo.studies.plan.case import Role, config_of, hardware_of
 from fppo.studies.plan.estimate import wires
 from fppo.studies.plan.measured import loads_of, measured, prepared
-from fppo.studies.plan.passes import model_of
+from fppo.studies.plan.passes import Built, model_of
 from fppo.studies.plan.plan import plan, shard_numbers
 from fppo.studies.plan.track import Tracker, peak_of
 from fppo_kernels.context import deal
@@ -238,6 +238,15 @@ def test_state_on_the_host_is_planned(offload, name):
     less = passes.run_stage(what, name)[-1].segments[0].peak
     assert plain.peak["state"] == pytest.approx(3 * state, rel=0.001)
     assert less.get("state", 0) == pytest.approx(state if offload == "moments" else 0, rel=0.001)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", ["none", "moments", "optimizer_step"])
+def test_moments_in_8_bits_are_planned(offload):
+    what = case(layers=2, mesh={"shard": 2}, offload=offload, optimizer="adamw_8bit", critic=False, reference=False)
+    holds(what, UPDATE)
+    eight, plain = (host.moments(x, "actor", Built()) for x in (what, attrs.evolve(what, optimizer="adamw")))
+    assert 0.25 * sum(plain) < sum(eight) < 0.3 * sum(plain)
 
 
 @pytest.mark.slow

@@ -222,6 +222,7 @@ def test_a_runs_settings_are_planned_as_each_role_has_them(tmp_path, capsys):
         critic__checkpoint_layers="selective",
         critic__compute_dtype="bfloat16",
         critic__offload="all",
+        critic__optimizer__name="adamw_8bit",
         model__ref_dtype="bfloat16",
         model__ref_offload=False,
         model__offload="moments",
@@ -257,6 +258,7 @@ def test_a_runs_settings_are_planned_as_each_role_has_them(tmp_path, capsys):
     assert (critic.compute_dtype, critic.checkpoint_layers, critic.offload) == (torch.bfloat16, "selective", "all")
     assert (reference.compute_dtype, reference.dtype, reference.offload) == (None, torch.bfloat16, "none")
     assert case.at("log-probs").offload == "moments"
+    assert [case.at(name).optimizer for name in ("update actor", "update critic")] == ["adamw", "adamw_8bit"]
 
 
 @pytest.mark.slow
