@@ -92,7 +92,7 @@ def prompts_of(rows: Sequence[Tensor], earlier: Column | None = None) -> Prompts
 def plain_engine(model: Model) -> EmbeddedEngine:
     """The engine without drafts."""
     layers = dict.fromkeys(("rms_norm", "add_rms_norm", "rotary", "glu", "decode_attention"), "cpp")
-    return EmbeddedEngine(model=model, kernels=Kernels.named(**layers, linear="onednn"), pad_token_id=0)
+    return EmbeddedEngine(model=model, kernels=Kernels.named(**layers, linear="cpp"), pad_token_id=0)
 
 
 def responses(engine: EmbeddedEngine, params: Mapping[str, Tensor], ask: Ask) -> Column:

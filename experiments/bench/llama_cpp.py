@@ -110,7 +110,7 @@ def main(threads: int = 1, rounds: int = 5, wall: bool = False) -> None:
         make = partial(of_llama_cpp, prompt=ids, threads=threads)
         kinds = {"float32": GGMLQuantizationType.F32, "8 bits": GGMLQuantizationType.Q8_0}
         files = {name: written(source, Path(directory) / f"{kind.name}.gguf", kind) for name, kind in kinds.items()}
-        decoders = {f"embedded, {linear}": of_engine(ids, tokenizer, linear) for linear in ("torch", "onednn")}
+        decoders = {f"embedded, {linear}": of_engine(ids, tokenizer, linear) for linear in ("cpp", "torch", "onednn")}
         decoders |= {f"llama.cpp, {name}": make(path) for name, path in files.items()}
         texts = {name: decode(NEW + 1) for name, decode in decoders.items()}
         ms: dict[str, list[float]] = {name: [] for name in decoders}

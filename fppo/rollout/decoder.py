@@ -23,15 +23,18 @@ from fppo.models.regions import BlockSeam, EmbeddingSeam
 from fppo.models.seams import Attend, AttentionLayer, LayerSeam
 from fppo.models.slices import MlpSeam
 from fppo_kernels.collectives import Axis, all_reduce
-from fppo_kernels.linear.onednn import packed
+from fppo_kernels.linear.cpp import Joined, cpp, joined
+from fppo_kernels.linear.onednn import onednn, packed
 from fppo_kernels.linear.plain import plain
 from fppo_kernels.rotary.eager import eager
 
 JOINED = 1 << 28  # if all weights have at most so many bytes, weights with the same input are joined in a copy
 PACKED = 1 << 30  # if all weights have at most so many bytes, they are copied, packed for oneDNN's products
 
-_Product = tuple[Tensor, Tensor | None]  # weight [O, I] and bias [O]
-_Copied = Callable[[Tensor], Tensor]  # lays a weight out for products
+_Weight = Tensor | Joined  # [O, I]
+_Product = tuple[_Weight, Tensor | None]  # with its bias [O]
+Packing = Callable[..., _Weight]  # joins weights of the same input, and lays them out for products
+_PACKINGS: Mapping[Callable[..., Tensor], Packing] = MappingProxyType({onednn: packed, cpp: joined})
 
 
 class Rotation(NamedTuple):
@@ -227,11 +230,16 @@ def _side_by_side(shapes: Mapping[str, torch.Size], names: Sequence[str], factor
     return Factors(torch.cat([factors[name].a for name in names if name in factors]), b, some.scale)
 
 
+def packing_of(linear: Callable[..., Tensor], size: int) -> Packing | None:
+    """The function that lays out weights of `size` bytes in all for the products of a kernel; None: there is none."""
+    return _PACKINGS.get(linear) if size <= PACKED else None
+
+
 def decoder_of(
     skeleton: PreTrainedModel, linear: Callable[..., Tensor] = plain, *, packs: bool = False
 ) -> Decoder | None:
     """Make the decoder of a skeleton, inside `bind`, with the kernel `linear` for linear layers; None if the skeleton,
-    or a module in it, is of an unknown class. With `packs`, weights are copied into the layout of oneDNN's products."""
+    or a module in it, is of an unknown class. With `packs`, weights are copied into the layout of its products."""
     base: Any = skeleton
     kind = type(base).__module__
     if kind not in KINDS or not all(_known(module, kind) for module in base.modules()):
@@ -239,7 +247,7 @@ def decoder_of(
     size = sum(x.numel() * x.element_size() for x in base.layers.parameters())
     attention, embedding = base.layers[0].self_attn, base.embed_tokens
     width = attention.head_dim
-    copied = (packed if packs else _as_it_is) if size <= (PACKED if packs else JOINED) else None
+    copied = (packing_of(linear, size) if packs else None) or (_joined if size <= JOINED else None)
     return Decoder(
         embedding=_Embedding(embedding.weight) if type(embedding) is nn.Embedding else embedding,
         axis=embedding.region.axis if isinstance(embedding, EmbeddingSeam) else Axis(),
@@ -271,9 +279,8 @@ def _turn(layer: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:
     return known._rotary if isinstance(known, KnownLayer) and known._rotary is not eager else None
 
 
-def _layer(layer: Any, copied: _Copied | None) -> _Layer:
-    """A layer's parameters. `copied` copies a weight into the layout of products; weights with the same input are then
-    joined. None: the model's own weights, apart."""
+def _layer(layer: Any, copied: Packing | None) -> _Layer:
+    """A layer's parameters, with weights of the same input joined by `copied`. None: the model's own weights, apart."""
     attention, mlp = _inside(layer.self_attn), _inside(layer.mlp)
     own = getattr(attention, "q_norm", None)
     return _Layer(
@@ -301,20 +308,19 @@ def _glu(mlp: Any) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda gate, up: act(gate).mul_(up)
 
 
-def _as_it_is(weight: Tensor) -> Tensor:
-    return weight
+def _joined(*weights: Tensor) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
-def _product(module: nn.Linear, copied: _Copied | None) -> _Product:
+def _product(module: nn.Linear, copied: Packing | None) -> _Product:
     return module.weight if copied is None else copied(module.weight), module.bias
 
 
-def _products(modules: Sequence[nn.Linear], copied: _Copied | None) -> list[_Product]:
-    """The weights and biases of modules with the same input: joined into one if `copied` copies weights, else one by
-    one."""
+def _products(modules: Sequence[nn.Linear], copied: Packing | None) -> list[_Product]:
+    """The weights and biases of modules with the same input: joined by `copied`, or without it one by one."""
     weights: list[Tensor] = [module.weight for module in modules]
     if copied is None or any(isinstance(weight, Adapted | Quantised) for weight in weights):
         return [_product(module, copied) for module in modules]
     biases: list[Tensor] = [module.bias for module in modules if module.bias is not None]
     assert len(biases) in (0, len(modules))
-    return [(copied(torch.cat(weights)), torch.cat(biases) if biases else None)]
+    return [(copied(*weights), torch.cat(biases) if biases else None)]

@@ -20,7 +20,7 @@ from fppo.models.lengths import longest_row
 from fppo.models.model import Model
 from fppo.models.states import check_decodes
 from fppo.rollout.answered import answered
-from fppo.rollout.decoder import PACKED, Decoder, decoder_of
+from fppo.rollout.decoder import Decoder, decoder_of, packing_of
 from fppo.rollout.drafts import Drafter, text_drafts
 from fppo.rollout.engine import Ask
 from fppo.rollout.exact import check_exact_engine, head_log_probs, rounded_product
@@ -37,8 +37,8 @@ from fppo.runtime.graphs import Record, Run, as_graphs
 from fppo.runtime.mesh import LOCAL, Mesh, all_reduce
 from fppo.steps.experts import check_routers
 from fppo_kernels.collectives import Axis
+from fppo_kernels.linear.cpp import Joined
 from fppo_kernels.linear.float8 import float8
-from fppo_kernels.linear.onednn import onednn, packed
 from fppo_kernels.linear.plain import plain
 from fppo_kernels.table import Kernels
 
@@ -174,8 +174,7 @@ class EmbeddedEngine:
         """The policy of these parameters, inside `bind`."""
         own = models.output_head(model, params)
         head, product = (own, rounded_product(self.kernels.linear)) if self.exact else _wide(own, self.kernels.linear)
-        packs = self.kernels.linear is onednn and not self.exact
-        decoder = decoder_of(model.text_of(skeleton), self.kernels.linear, packs=packs)
+        decoder = decoder_of(model.text_of(skeleton), self.kernels.linear, packs=not self.exact)
         columns = self._columns(model, head)
         record = self._record(head.weight.device, decoder, columns.axis)
         routers, budget = model.routers if self.routed else (), self.prefill_tokens
@@ -268,7 +267,16 @@ def _wide(head: Head, linear: Callable[..., Tensor]) -> tuple[Head, Callable[...
     wide = torch.promote_types(head.weight.dtype, torch.float32)
     bias = None if head.bias is None else head.bias.to(wide)
     weight = head.weight.to(wide)
-    if linear is onednn and weight.nbytes <= PACKED:
-        weight = packed(weight)
+    wide_head = head._replace(weight=weight, bias=bias)
+    if (packing := packing_of(linear, weight.nbytes)) is not None:
+        return wide_head, partial(_with_weight, linear, packing(weight))
     # what trains has no head of 8 bits either
-    return head._replace(weight=weight, bias=bias), plain if linear is float8 else linear
+    return wide_head, plain if linear is float8 else linear
+
+
+def _with_weight(
+    linear: Callable[..., Tensor], own: Tensor | Joined, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """The product with `own`, which is laid out for it, in place of `weight`."""
+    del weight
+    return linear(x, own, bias)

@@ -109,15 +109,18 @@ def with_exact(model: ModelSettings, machine: Machine) -> tuple[ModelSettings, l
     return attrs.evolve(model, **chosen), lines
 
 
-def linear_kernel(settings: TrainSettings, machine: Machine, dtypes: set[str]) -> str:
-    """Choose the kernel for linear layers: oneDNN's if it is faster, else torch's.
+def linear_kernel(settings: TrainSettings, machine: Machine, dtypes: set[str], *, cpp: bool) -> str:
+    """Choose the kernel for linear layers: oneDNN's if it is faster, with few rows in C++ if `cpp` is True; else
+    torch's.
 
     Compiled layers keep torch's kernel, since the compiler cannot see into oneDNN's; so do adapters, which add to the
     result in place.
     """
     model = settings.model
     faster = machine.onednn and dtypes == {"float32"} and not model.compile_layers and not model.lora.used
-    return "onednn" if faster else DEFAULTS["linear"]
+    if not faster:
+        return DEFAULTS["linear"]
+    return "cpp" if cpp and "linear/cpp" not in machine.refusals else "onednn"
 
 
 def resolved(settings: TrainSettings, machine: Machine) -> tuple[TrainSettings, list[str]]:
@@ -142,7 +145,7 @@ def resolved(settings: TrainSettings, machine: Machine) -> tuple[TrainSettings, 
             name, said = kernel(op, machine, dtypes, cpp=cpp and read)
             model, lines = attrs.evolve(model, **{op: name}), [*lines, *said]
     if model.linear == AUTO:
-        model = attrs.evolve(model, linear=linear_kernel(settings, machine, dtypes))
+        model = attrs.evolve(model, linear=linear_kernel(settings, machine, dtypes, cpp=cpp))
     inside = {op: layer_kernel(op, machine, dtypes, compiled=model.compile_layers, cpp=cpp) for op in LAYERS}
     model = attrs.evolve(model, **{op: name for op, name in inside.items() if getattr(model, op) == AUTO})
     if model.graphs == AUTO:

@@ -196,6 +196,7 @@ BUILTIN: Table = MappingProxyType(
         "linear": {
             "torch": Implementation("fppo_kernels.linear.plain:plain"),
             "onednn": Implementation("fppo_kernels.linear.onednn:onednn", _needs_onednn),
+            "cpp": Implementation("fppo_kernels.linear.cpp:cpp", lambda: _needs_onednn() or _needs_cpp()),
             "fixed": Implementation("fppo_kernels.linear.fixed:fixed", _needs_triton, lacks=NO_HALF),
             "float8": Implementation(
                 "fppo_kernels.linear.float8:float8",

@@ -8,7 +8,8 @@ from fppo import models
 from fppo.key import Key
 from fppo.rollout import decoder, embedded
 from fppo.rollout.engine import Ask, Sampling
-from fppo_kernels.table import Kernels
+from fppo_kernels.linear.cpp import Joined
+from fppo_kernels.table import Kernels, needs_cpp
 from tests.models.families import make, plain
 from tests.rollout.test_embedded import LENGTHS, engine_of, make_prompts, plain_logits
 
@@ -37,27 +38,27 @@ def test_a_decoder_computes_what_the_modules_do(name, dtype, joined, monkeypatch
     torch.testing.assert_close(fast.rollout_log_probs, slow.rollout_log_probs, rtol=0, atol=rounding)
 
 
-@pytest.mark.parametrize("joined", [0, 1 << 28])
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:1]])
+@pytest.mark.parametrize("linear", ["onednn", "cpp"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_a_decoder_with_packed_weights_draws_what_it_draws_with_plain_ones(name, joined, monkeypatch):
+def test_a_decoder_with_packed_weights_draws_what_it_draws_with_plain_ones(name, linear, lengths, monkeypatch):
+    if linear == "cpp" and needs_cpp() is not None:
+        pytest.skip("needs a C++ compiler")
     model, params = make(name, dtype=torch.float32)
-    ask = Ask(make_prompts(LENGTHS), Sampling(n=2, max_tokens=12, stop_token_ids=(5,)), Key(4))
-    monkeypatch.setattr(decoder, "PACKED", joined)
-    monkeypatch.setattr(embedded, "PACKED", joined)
-    made, heads = [], []
+    ask = Ask(make_prompts(lengths), Sampling(n=2, max_tokens=12, stop_token_ids=(5,)), Key(4))
+    made = []
     monkeypatch.setattr(
         embedded, "decoder_of", lambda *args, **how: made.append(decoder.decoder_of(*args, **how)) or made[-1]
     )
-    monkeypatch.setattr(embedded, "_wide", lambda *args, wide=embedded._wide: heads.append(wide(*args)) or heads[-1])
-    engine = attrs.evolve(engine_of(model), kernels=Kernels.named(linear="onednn"))
+    engine = attrs.evolve(engine_of(model), kernels=Kernels.named(linear=linear))
     packed = engine.generate(params, ask)
-    layer, head = made[0].layers[0], heads[0][0].weight
-    weights = [*(weight for weight, _ in (*layer.qkv, *layer.gate_up)), layer.out[0], layer.down[0], head]
-    assert {weight.layout for weight in weights} == {torch._mkldnn if joined else torch.strided}
-    with monkeypatch.context() as patch:
-        patch.setattr(decoder, "packed", lambda weight: weight)
-        patch.setattr(embedded, "packed", lambda weight: weight)
-        plain_ones = engine.generate(params, ask)
+    monkeypatch.setattr(decoder, "PACKED", 0)
+    plain_ones = engine.generate(params, ask)
+    for one, layout in zip(made, (torch._mkldnn, torch.strided), strict=True):
+        layer = one.layers[0]
+        weights = [*(weight for weight, _ in (*layer.qkv, *layer.gate_up)), layer.out[0], layer.down[0]]
+        copies = [weight.copied if isinstance(weight, Joined) else weight for weight in weights]
+        assert {weight.layout for weight in copies} == {layout}
     assert torch.equal(packed.tokens, plain_ones.tokens)
     torch.testing.assert_close(packed.rollout_log_probs, plain_ones.rollout_log_probs, rtol=0, atol=5e-6)
     tokens = engine_of(model).generate(params, ask).tokens

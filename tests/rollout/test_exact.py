@@ -20,6 +20,7 @@ from fppo.runtime.simulate import simulate
 from fppo.steps.forward import Forward, compute_log_probs
 from fppo.steps.micro_batching import MicroBatching
 from fppo_kernels.collectives import Axis
+from fppo_kernels.linear.onednn import onednn, packed
 from fppo_kernels.table import EXACT, Kernels, get, needs_cpp
 from tests import tiny
 from tests.models.families import make
@@ -63,8 +64,7 @@ def test_engines_are_exact(name, dtype):
 def test_an_exact_engine_packs_no_weights(monkeypatch):
     engine, params = engine_of("qwen3")
     packs, made = [], decoder.decoder_of
-    for module in (decoder, embedded):
-        monkeypatch.setattr(module, "packed", lambda weight: packs.append(weight) or weight)
+    monkeypatch.setattr(decoder, "_PACKINGS", {onednn: lambda *weights: packs.append(weights) or packed(*weights)})
     monkeypatch.setattr(embedded, "decoder_of", lambda *args, **how: packs.append(how) or made(*args, **how))
     ask = Ask(make_prompts(), Sampling(max_tokens=2), Key(0))
     engine.generate(params, ask)

@@ -177,7 +177,7 @@ def test_what_is_resolved_stays(machine):
     ("changes", "expected"),
     [
         ({}, "onednn"),
-        ({"model.cpp": True}, "onednn"),
+        ({"model.cpp": True}, "cpp"),
         ({"model.linear": "torch"}, "torch"),
         ({"model.linear": "mine:fn"}, "mine:fn"),
         ({"model.compute_dtype": "bfloat16"}, "torch"),

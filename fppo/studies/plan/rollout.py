@@ -276,8 +276,8 @@ def _made(case: Case, engine: _Engine) -> float:
             copied |= {x: count for x, count in inside.items() if x.endswith(tuple(f"{y}.weight" for y in ALONE))}
         size += width * sum(copied.values()) // engine.cut
     head = 4 * flops.head_weights(model) // engine.cut
-    if not case.hardware.on_gpu and (width < 4 or (case.packs and head <= PACKED)):
-        size += head
+    if not case.hardware.on_gpu:
+        size += head * ((width < 4) + (case.packs and head <= PACKED))
     return float(size)
 
 

@@ -75,7 +75,7 @@ def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
         optimizer=_optimizer(of.actor),
         moments_in_files=model.moments_directory is not None,
         log_probs=model.log_probs if model.log_probs in LOG_PROBS else "chunked",
-        packs=not (hardware.on_gpu or of.rollout.exact) and model.linear == "onednn",
+        packs=not (hardware.on_gpu or of.rollout.exact) and model.linear in ("onednn", "cpp"),
         graphs=model.graphs is True,
         forward_tokens=model.forward_token_budget,
         roles=_roles(of, length, together[0]),

@@ -84,20 +84,22 @@ def onednn(
     operands = [x, weight] if bias is None else [x, weight, bias]
     fits = _multiplies(x.dtype) and x.dim() > 1 and x.numel() and weight.numel()
     transformed = not torch.compiler.is_compiling() and active()
-    if transformed or not fits or not all(_is_plain(each) and each.dtype == x.dtype for each in operands):
+    if transformed or not fits or not all(is_plain(each) and each.dtype == x.dtype for each in operands):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
         return _OnednnLinear.apply(x, weight, bias)
     return product(x, weight, bias)
 
 
-def packed(weight: Tensor) -> Tensor:
-    """Copy a weight [M, H] into the layout in which oneDNN multiplies by it fastest, for products without gradients.
+def packed(*weights: Tensor) -> Tensor:
+    """Copy weights [M, H], one below the other, into the layout in which oneDNN multiplies by them fastest, for
+    products without gradients.
 
     `onednn` takes the copy as a weight. On some processors its results are then rounded differently, so exact rollouts
     pack no weights. A weight that oneDNN does not multiply is returned as it is.
     """
-    if not (_is_plain(weight) and weight.numel() and _multiplies(weight.dtype)):
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    if not (is_plain(weight) and weight.numel() and _multiplies(weight.dtype)):
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACKED_ROWS)
 
@@ -120,5 +122,6 @@ def _multiplies(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _is_plain(x: Tensor) -> bool:
+def is_plain(x: Tensor) -> bool:
+    """Whether `x` is a plain tensor on the CPU, whose memory a kernel may read."""
     return type(x) in (Tensor, Parameter) and x.device.type == "cpu"

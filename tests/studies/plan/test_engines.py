@@ -69,7 +69,7 @@ CODES = {"lora": LORA, "lora_base": "nf4", "compute_dtype": None}
         ({"hardware": ON_CPU}, EMBEDDED, 0, 2 * N + 2 * JOINED + 4 * HEAD),
         ({"hardware": ON_CPU, "compute_dtype": None}, EMBEDDED, 0, 4 * JOINED),
         ({"hardware": ON_CPU, "compute_dtype": None, "packs": True}, EMBEDDED, 0, 4 * (JOINED + ALONE + HEAD)),
-        ({"hardware": ON_CPU, "packs": True}, EMBEDDED, 0, 2 * (N + JOINED + ALONE) + 4 * HEAD),
+        ({"hardware": ON_CPU, "packs": True}, EMBEDDED, 0, 2 * (N + JOINED + ALONE) + 8 * HEAD),
     ],
     ids=str,
 )

@@ -129,6 +129,7 @@ def test_a_case_without_what_settings_leave_out(tmp_path):
     ("changes", "gpu", "packs"),
     [
         ({"model__linear": "onednn"}, "cpu", True),
+        ({"model__linear": "cpp"}, "cpu", True),
         ({"model__linear": "onednn"}, "h100", False),
         ({"model__linear": "torch"}, "cpu", False),
         ({"rollout__exact": True}, "cpu", False),
