@@ -1,59 +1,58 @@
-"""How near `actor.entropy_control` holds its target: the share of steps within a tenth of it, and the mean deviation.
+"""How near `actor.entropy_control` holds its target: the shares of steps, and of means of ten, within a tenth of it.
 
-python experiments/entropy.py                                     # the quickstart's sums
-python experiments/entropy.py --model smol --prompts 4 --n 4      # SmolLM2-135M on the word problems
+python experiments/entropy.py                   # the quickstart's sums, by its model after the warm-up
+python experiments/entropy.py --model smol --target 0.4 --unit nats --prompts 16 --max-tokens 3 --steps 100 --skip 50
 """
 
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 
 import tyro
 
-from fppo import models, quickstart, train
-from fppo.key import Key
-from fppo.quickstart import word_problems
+from fppo import quickstart, rewards, train
+
+
+def ended(sample: rewards.Sample) -> float:
+    """1 for the right digits and the end: else other special tokens there are an entropy that costs nothing."""
+    right = (sample.ground_truth, len(sample.ground_truth) + 1, "stop")
+    return float((sample.response, len(sample.response_tokens), sample.finish) == right)
 
 
 def main(
-    model: str = "sums",
-    target: float = 0.8,  # of the first step's entropy
-    rate: float = 0.01,
-    damping: float = 5.0,
-    high: float = 0.1,
+    model: str = "sums",  # or smol, SmolLM2-135M with an adapter of rank 8, on small sums after an example
+    target: float = 0.8,
+    unit: str = "start",
     steps: int = 200,
-    prompts: int = 16,
-    n: int = 8,
+    prompts: int = 256,
     max_tokens: int = 4,
-    lr: float = 3e-4,
-    skip: int = 50,
-    seed: int = 0,
+    lr: float = 2e-4,
+    skip: int = 100,
     out: str = "runs/entropy",
 ):
-    given = {"reward": "exact_match", "model": Path(out, "warm")}
-    rows = [{"prompt": x.prompt, "ground_truth": x.answer} for x in quickstart.sums()[0]]
-    if model == "smol":
-        given = {"reward": "regular_expression", "model": "smol"}
-        rows = [word_problems.row(x) for x in word_problems.split()[0]]
-    elif not given["model"].exists():
-        tokenizer, net, params = quickstart.warmed_up(Key(seed), steps=600)
-        models.save(net, params, given["model"], tokenizer=tokenizer)
-    control = {"target": target, "unit": "start", "rate": rate, "damping": damping, "high": high}
     settings = {
-        "seed": seed,
-        "rollout": {"batch_size": prompts * n, "n": n, "max_tokens": max_tokens},
-        "actor": {"optimizer.lr": lr, "entropy_control": control, "mini_batch_size": prompts * n // 2},
-        "checkpoint.every": 0,
+        "rollout": {"batch_size": 2 * prompts, "n": 2, "max_tokens": max_tokens},
+        "actor.entropy_control": {"target": target, "unit": unit},
+        "actor": {"optimizer.lr": lr, "mini_batch_size": prompts},
     }
     if model == "smol":
-        settings["reward.arguments.regular_expression.pattern"] = word_problems.LAST_NUMBER
-    where = Path(out, f"{model}-{target}-{rate}-{high}-{seed}")
-    run = train(**given, prompts=rows, steps=steps, settings=settings, output_dir=where)
+        pairs = [(a, b) for a in range(2, 20) for b in range(2, 20)]
+        rows = [{"prompt": f"9 + 5 = 14, {a} + {b} = ", "ground_truth": str(a + b)} for a, b in pairs]
+        settings |= {"model.lora.rank": 8, "reward.arguments.regular_expression.pattern": r"\A(\d+)(?!\d)"}
+        given = {"reward": "regular_expression", "model": "smol"}
+    else:
+        rows = [{"prompt": x.prompt, "ground_truth": x.answer} for x in quickstart.sums()[0]]
+        given = {"reward": ended, "model": Path(out, "task", quickstart.MODEL)}
+        if not given["model"].exists():
+            quickstart.prepare(Path(out, "task"), 0)
+    run = train(**given, prompts=rows, steps=steps, settings=settings, output_dir=Path(out, f"{model}-{target}"))
     entropy, coefs = (run.metrics()[f"actor/{name}"].tolist() for name in ("entropy", "entropy_coef"))
-    goal = target * entropy[0]
-    off = [abs(x / goal - 1) for x in entropy[skip:]]
-    print(f"{mean(x <= 0.1 for x in off):.0%} within a tenth of {goal:.3f}, {mean(off):.1%} off, from step {skip + 1}")
-    print("entropy", *(f"{x / goal:.2f}" for x in entropy[::10]))
-    print("factor ", *(f"{x:.4f}" for x in coefs[::10]))
+    part = [x / target / (entropy[0] if unit == "start" else 1) for x in entropy]
+    for name, seen in (("steps", part), ("means of ten", [mean(part[i : i + 10]) for i in range(len(part) - 9)])):
+        off = [abs(x - 1) for x in seen[skip:]]
+        print(f"{name}: {mean(x <= 0.1 for x in off):.0%} within a tenth, {mean(off):.1%} off")
+    noise = stdev(b - a for a, b in zip(part[skip:], part[skip + 1 :], strict=False)) / 2**0.5
+    print(f"from step to step {noise:.1%}; their mean {mean(part[skip:]):.3f} of the target")
+    print(*(f"{x:.2f}" for x in part[::10]), "with", *(f"{x:.4f}" for x in coefs[::10]))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from fppo.tree import state
 
 UNITS = ("nats", "start")
 QUANTILES = (10, 50, 90)
+_LINEAR = 0.01  # a bonus above it is moved by a part of itself, one below it by a part of this
 _LEAST, _MOST, _PER_OCTAVE = 2.0**-20, 2.0**5, 64  # bounds of the counted entropies in nats, and bins from x to 2 x
 _BINS = round(math.log2(_MOST / _LEAST)) * _PER_OCTAVE + 1
 
@@ -36,7 +37,7 @@ class EntropyState:
     """The controller of the entropy bonus: leaves, 0-d float64, so that checkpoints store it exactly."""
 
     coef: Tensor = attrs.field(converter=_float64)  # the factor of the bonus in the next step
-    error: Tensor = attrs.field(factory=_unknown)  # of the last step, 1 - entropy / target; NaN before the first
+    level: Tensor = attrs.field(factory=_unknown)  # asinh(coef / 0.01) without the last error; NaN before a step
     start: Tensor = attrs.field(factory=_unknown)  # the entropy of the first step; NaN before it
 
 
@@ -54,18 +55,19 @@ def update_entropy(
     *,
     target: float,
     unit: str = "nats",
-    rate: float = 0.01,
-    damping: float = 5.0,
+    rate: float = 0.1,
+    damping: float = 20.0,
     low: float = 0.0,
-    high: float = 0.1,
+    high: float = 1.0,
 ) -> EntropyState:
     """The next state of the controller after a step with this mean `entropy` per token, in nats.
 
-    With the error e = 1 - entropy / target, clipped to +-1, the factor of the bonus becomes
-    clip(coef + rate * (e + damping * (e - last e)), low, high): a PI controller in velocity form. It raises the factor
-    where the entropy is too low, and sooner where it is falling. Without `damping` the entropy swings about the target,
-    since the factor moves its slope. See `entropy_target` for `unit`. Without tokens the state stays.
-    Raises ValueError for another unit, a target, rate or `high` that is not above 0, and for low >= high.
+    A PI controller. With the error e = log(target / entropy), clipped to +-1, its integral is level + rate * e, kept
+    within asinh(low / 0.01) and asinh(high / 0.01), and the factor of the bonus becomes
+    clip(0.01 * sinh(level + damping * rate * e), low, high). So a factor above 0.01 moves by a part of itself, and one
+    `rate` does for policies that need 0.001 and for those that need 0.5. Without `damping` the entropy swings about the
+    target, since the factor moves its slope. See `entropy_target` for `unit`. Without tokens the state stays.
+    Raises ValueError for another unit, a target or rate that is not above 0, and for low >= high.
     """
     positive("target", target)
     positive("rate", rate)
@@ -75,11 +77,14 @@ def update_entropy(
     now = entropy.total.to(state.coef) / entropy.count.to(state.coef).clamp(min=1)
     start = torch.where(state.start.isnan() & known, now, state.start)
     goal = entropy_target(attrs.evolve(state, start=start), target=target, unit=unit)
-    error = (1 - now / goal.clamp(min=1e-9)).clamp(-1.0, 1.0)
-    rise = torch.where(state.error.isnan(), 0.0, error - state.error)
-    coef = (state.coef + rate * (error + damping * rise)).clamp(low, high)
-    moved = {"coef": torch.where(known, coef, state.coef), "error": torch.where(known, error, state.error)}
-    return EntropyState(**moved, start=start)
+    error = (goal.clamp(min=1e-9) / now.clamp(min=1e-9)).log().clamp(-1.0, 1.0)
+    least, most = (math.asinh(bound / _LINEAR) for bound in (low, high))
+    before = torch.where(state.level.isnan(), (state.coef / _LINEAR).asinh(), state.level)
+    level = (before + rate * error).clamp(least, most)
+    coef = (_LINEAR * (level + damping * rate * error).clamp(least, most).sinh()).clamp(low, high)
+    return EntropyState(
+        coef=torch.where(known, coef, state.coef), level=torch.where(known, level, state.level), start=start
+    )
 
 
 def entropy_counts(entropy: Tokens, mask: Mask, name: str) -> Metrics:

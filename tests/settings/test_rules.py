@@ -111,7 +111,7 @@ OF_ALGORITHMS: list[Rule] = [
     ),
     ({"algorithm.old_log_probs": "engine"}, {"algorithm.correction": "rollout"}, ["algorithm.old_log_probs"]),
     (
-        {"actor.entropy_control.target": 0.5, "actor.entropy_control.rate": 0.3, "actor.entropy_control.unit": "start"},
+        {"actor.entropy_control.target": 0.5, "actor.entropy_control.rate": 0.5, "actor.entropy_control.unit": "start"},
         {"actor.entropy_control.target": None},
         ["actor.entropy_control.unit", "actor.entropy_control.rate"],
     ),
@@ -121,7 +121,7 @@ OF_ALGORITHMS: list[Rule] = [
         ["actor.entropy_coef"],
     ),
     (
-        {"actor.entropy_control.target": 0.5, "actor.entropy_control.low": -0.1},
+        {f"actor.entropy_control.{name}": x for name, x in {"target": 0.5, "low": -0.1, "high": 0.1}.items()},
         {"actor.entropy_control.low": 0.2},
         ["actor.entropy_control.low"],
     ),
