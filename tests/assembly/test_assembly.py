@@ -309,7 +309,7 @@ def test_every_part_of_the_library_is_a_setting_by_its_name():
     assert {f"{fn.__module__}:{name}" for name, fn in losses.POLICY_LOSSES.items()} == {
         path for (path, *more) in tables.POLICY_LOSSES.values() if not more
     }
-    assert {path.partition(":")[2] for path in named["OPTIMIZERS"]} == {"adamw", "sgd", "lion", "muon"}
+    assert {path.partition(":")[2] for path in named["OPTIMIZERS"]} == {"adamw", "adamw_8bit", "sgd", "lion", "muon"}
     del kinds["REWARDS"]  # some are decorated
     for found in kinds.values():  # so that help and checks know their keywords
         assert all(component.signature_of(name, found) is not None for name in found)
