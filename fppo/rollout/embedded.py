@@ -37,6 +37,7 @@ from fppo.runtime.graphs import Record, Run, as_graphs
 from fppo.runtime.mesh import LOCAL, Mesh, all_reduce
 from fppo.steps.experts import check_routers
 from fppo_kernels.collectives import Axis
+from fppo_kernels.linear.bfloat16 import bfloat16
 from fppo_kernels.linear.float8 import float8
 from fppo_kernels.linear.onednn import onednn, packed
 from fppo_kernels.linear.plain import plain
@@ -175,7 +176,10 @@ class EmbeddedEngine:
         own = models.output_head(model, params)
         head, product = (own, rounded_product(self.kernels.linear)) if self.exact else _wide(own, self.kernels.linear)
         packs = self.kernels.linear is onednn and not self.exact
-        decoder = decoder_of(model.text_of(skeleton), self.kernels.linear, packs=packs)
+        kernels = self.kernels
+        decoder = decoder_of(
+            model.text_of(skeleton), kernels.linear, packs=packs, decode_attention=kernels.decode_attention
+        )
         columns = self._columns(model, head)
         record = self._record(head.weight.device, decoder, columns.axis)
         routers, budget = model.routers if self.routed else (), self.prefill_tokens
@@ -270,5 +274,5 @@ def _wide(head: Head, linear: Callable[..., Tensor]) -> tuple[Head, Callable[...
     weight = head.weight.to(wide)
     if linear is onednn and weight.nbytes <= PACKED:
         weight = packed(weight)
-    # what trains has no head of 8 bits either
-    return head._replace(weight=weight, bias=bias), plain if linear is float8 else linear
+    # what trains has no rounded head either
+    return head._replace(weight=weight, bias=bias), plain if linear in (float8, bfloat16) else linear

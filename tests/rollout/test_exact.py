@@ -65,10 +65,10 @@ def test_an_exact_engine_packs_no_weights(monkeypatch):
     packs, made = [], decoder.decoder_of
     for module in (decoder, embedded):
         monkeypatch.setattr(module, "packed", lambda weight: packs.append(weight) or weight)
-    monkeypatch.setattr(embedded, "decoder_of", lambda *args, **how: packs.append(how) or made(*args, **how))
+    monkeypatch.setattr(embedded, "decoder_of", lambda *args, **how: packs.append(how["packs"]) or made(*args, **how))
     ask = Ask(make_prompts(), Sampling(max_tokens=2), Key(0))
     engine.generate(params, ask)
-    assert packs == [{"packs": False}]
+    assert packs == [False]
     attrs.evolve(engine, exact=False).generate(params, ask)
     assert len(packs) > 2
 
