@@ -29,6 +29,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -153,11 +154,13 @@ def our_reward(samples: list[rewards.Sample]) -> list[float]:
     return [reward_of(sample.response, sample.ground_truth) for sample in samples]
 
 
-def our_iteration(task: Task, variant: str) -> Callable[[], Times]:
-    """One iteration of ours after the other, each from the state that the one before left."""
+def our_iteration(
+    task: Task, variant: str, change: Callable[[Kernels], Kernels] = lambda kernels: kernels
+) -> Callable[[], Times]:
+    """One iteration of ours after the other, each from the state that the one before left, with changed kernels."""
     source, _, choice = variant.partition("+")
     model, params = loaded(task)
-    model, kernels = attrs.evolve(model, compile_layers=choice == "compiled"), kernels_of(task, choice)
+    model, kernels = attrs.evolve(model, compile_layers=choice == "compiled"), change(kernels_of(task, choice))
     ppo = task.kind == "ppo"
     micro = MicroBatching(size=MINI)
     kept = pieces(
@@ -177,7 +180,7 @@ def our_iteration(task: Task, variant: str) -> Callable[[], Times]:
     policy, critic = (
         each and attrs.evolve(each, kernels=kernels, share_prompts=share) for each in (kept.policy, kept.critic)
     )
-    decoding = {name: getattr(kernels, name) for name in ("decode_attention", "linear")}  # others stay
+    decoding = {name: getattr(kernels, name) for name in (*LAYERS, "decode_attention", "linear")}  # others stay
     engine = attrs.evolve(kept.engine, kernels=attrs.evolve(kept.engine.kernels, **decoding))
     passes = program.annotate.passes
     passes = attrs.evolve(
@@ -366,32 +369,33 @@ def ppo(task: Task, turns: Turns, rounds: int) -> None:
     trainer.train()
 
 
-def products(task: Task, source: str) -> float:
+def products(task: Task, source: str, clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds of the products of an iteration: decoding, passes for log-probs and values, and updates; the old
     log-probs are from a pass, or none is."""
     model, params = loaded(task)
+    seconds = partial(_product, clock=clock)
     weights = [x for name, x in params.items() if x.dim() == 2 and model.layer_of(name) is not None]
     rows = MINI * (task.tokens + len(task.prompts[0]))  # a token for each character
-    forward = sum(_product(rows, weight) for weight in weights)
+    forward = sum(seconds(rows, weight) for weight in weights)
     backward = sum(
-        _product(rows, weight.T) + _product(len(weight), torch.randn(weight.shape[1], rows)) for weight in weights
+        seconds(rows, weight.T) + seconds(len(weight), torch.randn(weight.shape[1], rows)) for weight in weights
     )
-    decode = task.tokens * sum(_product(ROWS, weight) for weight in weights)
+    decode = task.tokens * sum(seconds(ROWS, weight) for weight in weights)
     ppo = task.kind == "ppo"
     passes = (source == "pass") + 3 * ppo + (task.beta > 0)  # PPO: reference, values, rewards
     updates = task.epochs * (1 + ppo)
     return decode + ROWS // MINI * (passes * forward + updates * (forward + backward))
 
 
-def _product(rows: int, weight: Tensor) -> float:
+def _product(rows: int, weight: Tensor, clock: Callable[[], float]) -> float:
     """Seconds of x @ weight.T for x of so many rows, by the faster kernel."""
     x, seconds = torch.randn(rows, weight.shape[1]), list[float]()
     for linear in (torch.nn.functional.linear, onednn):
         times = list[float]()
         for _ in range(7):
-            start = time.perf_counter()
+            start = clock()
             linear(x, weight)
-            times.append(time.perf_counter() - start)
+            times.append(clock() - start)
         seconds.append(statistics.median(times))
     return min(seconds)
 

@@ -131,17 +131,17 @@ def engines(size: str, shortest: int = PROMPT, clock: Callable[[], float] = time
             print(f"products alone   {ROWS * NEW / products(model, params):8.0f}")
 
 
-def products(model: Model, params: Mapping[str, Tensor]) -> float:
+def products(model: Model, params: Mapping[str, Tensor], clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds of the products of the linear layers of `engines`: all prompts in one pass, then a token of each row at a
     time; each by the fastest of torch, oneDNN and oneDNN with packed weights, with weights as far from the cores as in
     a model."""
     weights = [x for name, x in params.items() if x.dim() == 2 and model.layer_of(name) is not None]
     head = params["model.embed_tokens.weight"]
-    prefill = _product(ROWS * PROMPT, weights) + _product(ROWS, [head])
-    return prefill + (NEW - 1) * _product(ROWS, [*weights, head])
+    prefill = _product(ROWS * PROMPT, weights, clock) + _product(ROWS, [head], clock)
+    return prefill + (NEW - 1) * _product(ROWS, [*weights, head], clock)
 
 
-def _product(rows: int, weights: Sequence[Tensor]) -> float:
+def _product(rows: int, weights: Sequence[Tensor], clock: Callable[[], float]) -> float:
     """Seconds of multiplying so many rows by each of the weights in turn, by the fastest way."""
     xs = {width: torch.randn(rows, width) for width in {x.shape[1] for x in weights}}
     ways = {"torch": (F.linear, weights), "onednn": (onednn, weights), "packed": (onednn, [*map(packed, weights)])}
@@ -150,7 +150,7 @@ def _product(rows: int, weights: Sequence[Tensor]) -> float:
         for weight in by:
             linear(xs[weight.shape[1]], weight)
 
-    times = seconds({name: partial(every, *way) for name, way in ways.items()}, 3)
+    times = seconds({name: partial(every, *way) for name, way in ways.items()}, 3, clock)
     return min(statistics.median(each) for each in times.values())
 
 

@@ -22,8 +22,9 @@ from fppo_kernels.operation import Kernel, Operation, operation_of
 from fppo_kernels.table import own
 
 
-def _dtype(example: LawExample) -> torch.dtype:
-    return next(iter(example.inputs.values())).dtype
+def _dtype(op: Operation, example: LawExample) -> torch.dtype:
+    """The dtype whose tolerance the operation's results have."""
+    return op.tolerance or next(iter(example.inputs.values())).dtype
 
 
 def _shape(op: Operation, kernel: Kernel, example: LawExample, generator: torch.Generator) -> str | None:
@@ -57,7 +58,7 @@ def _purity(op: Operation, kernel: Kernel, example: LawExample, generator: torch
 def _values(op: Operation, kernel: Kernel, example: LawExample, generator: torch.Generator) -> str | None:
     expected, actual = results(op, op.reference, exact(example)), results(op, kernel, example)
     for name, x in expected.items():
-        if reason := apart(named(name), x, actual[name], _dtype(example)):
+        if reason := apart(named(name), x, actual[name], _dtype(op, example)):
             return reason
     return None
 
@@ -68,7 +69,7 @@ def _gradients(
     actual, expected = gradients(op, kernel, example, of=of), gradients(op, op.reference, exact(example), of=of)
     slack = op.slack(example.inputs, example.extras)
     for name, grad in expected.items():
-        if reason := apart(f"the gradient by {name}", grad, actual[name], _dtype(example), slack):
+        if reason := apart(f"the gradient by {name}", grad, actual[name], _dtype(op, example), slack):
             return reason
     return None
 
@@ -145,6 +146,7 @@ def check_kernel(
     lacks: Collection[str] | None = None,
     reference: Kernel | None = None,
     wide: int | None = None,
+    tolerance: torch.dtype | None = None,
 ) -> bool:
     """Check a kernel by the laws of its operation: `laws.check_kernel("log_probs", my_kernel)`. Raises LawViolation for
     the first broken law.
@@ -161,7 +163,8 @@ def check_kernel(
     names keywords, features ("gqa") or activations that the kernel does not support, and that examples leave out: by
     default none, but "key_lengths" for attention without that keyword. A kernel that rounds its operands gives its own
     `reference`, a differentiable function of the same arguments in float64, as
-    `fppo_kernels.linear.float8_reference.reference`. `wide` is the width of heads and hidden states in examples; None:
+    `fppo_kernels.linear.float8_reference.reference`. One that rounds its results to a narrower dtype gives it as
+    `tolerance`. `wide` is the width of heads and hidden states in examples; None:
     16 on a GPU, and the small widths of the examples on a CPU.
 
     Returns True if the kernel was checked and holds, and False if nothing was checked: the kernel lacks a feature that
@@ -175,6 +178,7 @@ def check_kernel(
     if op.needed & lacks:
         return False
     op = op if reference is None else attrs.evolve(op, reference=reference)
+    op = op if tolerance is None else attrs.evolve(op, tolerance=tolerance)
     wide = op.wide if wide is None and device.type != "cpu" else wide
     numbers = [number for number, features in enumerate(op.features) if not features & lacks]
     examples = partial(example_of, op, numbers, dtypes, device, wide)

@@ -22,6 +22,11 @@ class AttentionLayer(NamedTuple):
     softcap: float | None
     sinks: Tensor | None
 
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The keywords of a kernel for attention in decoding."""
+        return {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
+
 
 class Attend(Protocol):
     """Attention [B, S, Hq, Dv] of query [B, S, Hq, D], key [B, S, Hkv, D] and value [B, S, Hkv, Dv].

@@ -80,7 +80,7 @@ def decode_attention(
         keys.select(2, column).copy_(key.squeeze(1))
         values.select(2, column).copy_(value.squeeze(1))
         start = first if layer.window is None else max(first, end - layer.window)
-        return attention(query[:, 0], keys, values, bias, start=start, end=end, **_numbers(layer))[:, None]
+        return attention(query[:, 0], keys, values, bias, start=start, end=end, **layer.numbers)[:, None]
 
     return attend
 
@@ -101,7 +101,7 @@ def fixed_attention(attention: Callable[..., Tensor], cache: Layers, column: Ten
             beyond = hidden if layer.window is None else hidden | (places <= column - layer.window)
             biases[layer.window] = bias_of(beyond, cache)
         bias = biases[layer.window]
-        return attention(query[:, 0], keys, values, bias, start=0, end=columns, **_numbers(layer))[:, None]
+        return attention(query[:, 0], keys, values, bias, start=0, end=columns, **layer.numbers)[:, None]
 
     return attend
 
@@ -186,7 +186,7 @@ def _by_spans(attention: Callable[..., Tensor], places: PassPlaces) -> _AttendTo
     def attend(query: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer) -> Tensor:
         if layer.window not in spans:
             spans[layer.window] = places.spans(layer.window)
-        return attention(query, keys, values, start=0, end=end, spans=spans[layer.window], **_numbers(layer))
+        return attention(query, keys, values, start=0, end=end, spans=spans[layer.window], **layer.numbers)
 
     return attend
 
@@ -203,12 +203,8 @@ def _by_turns(attention: Callable[..., Tensor], cache: Layers, places: PassPlace
             own = query[tokens]
             if rows is not None:  # other rows read along, and nobody reads what they get
                 own = query.new_zeros(len(keys), *own.shape[1:]).index_copy_(0, rows, own)
-            mixed = attention(own, keys, values, bias, start=start, end=end, **_numbers(layer))
+            mixed = attention(own, keys, values, bias, start=start, end=end, **layer.numbers)
             out[tokens] = mixed if rows is None else mixed[rows]
         return out
 
     return attend
-
-
-def _numbers(layer: AttentionLayer) -> dict[str, Any]:
-    return {"scale": layer.scale, "softcap": layer.softcap, "sinks": layer.sinks}

@@ -22,19 +22,23 @@ from fppo.models.quantised import Quantised
 from fppo.models.regions import BlockSeam, EmbeddingSeam
 from fppo.models.seams import Attend, AttentionLayer, LayerSeam
 from fppo.models.slices import MlpSeam
+from fppo.rollout.cache import Layers
 from fppo_kernels.collectives import Axis, all_reduce
+from fppo_kernels.decode_attention.steps import DTYPES, StepColumns, add_norm_step, attend_step, glu_step
+from fppo_kernels.linear.bfloat16 import bfloat16, rounded
 from fppo_kernels.linear.cpp import Joined, cpp, joined
-from fppo_kernels.linear.onednn import onednn, packed
+from fppo_kernels.linear.onednn import is_plain, onednn, packed
 from fppo_kernels.linear.plain import plain
 from fppo_kernels.rotary.eager import eager
+from fppo_kernels.table import BUILTIN
 
 JOINED = 1 << 28  # if all weights have at most so many bytes, weights with the same input are joined in a copy
-PACKED = 1 << 30  # if all weights have at most so many bytes, they are copied, packed for oneDNN's products
+PACKED = 1 << 30  # if all weights have at most so many bytes, they are copied in the layout or dtype of products
 
 _Weight = Tensor | Joined  # [O, I]
 _Product = tuple[_Weight, Tensor | None]  # with its bias [O]
 Packing = Callable[..., _Weight]  # joins weights of the same input, and lays them out for products
-_PACKINGS: Mapping[Callable[..., Tensor], Packing] = MappingProxyType({onednn: packed, cpp: joined})
+_PACKINGS: Mapping[Callable[..., Tensor], Packing] = MappingProxyType({onednn: packed, cpp: joined, bfloat16: rounded})
 
 
 class Rotation(NamedTuple):
@@ -63,6 +67,10 @@ class _DecoderNorm(NamedTuple):
     weight: Tensor
     eps: float
     kernel: Callable[..., Tensor] | None  # None: the model's own code
+
+    @property
+    def numbers(self) -> tuple[Tensor, float]:
+        return self.weight, self.eps
 
     def of(self, x: Tensor) -> Tensor:
         if self.kernel is not None:
@@ -131,6 +139,13 @@ class OwnSteps(NamedTuple):
     factors: DecoderFactors
 
 
+class FusedStep(NamedTuple):
+    """A kernel for linear layers with plain weights, and the activation of the MLPs."""
+
+    linear: Callable[..., Tensor]
+    activation: str
+
+
 class Decoder(NamedTuple):
     """The parameters of a skeleton inside `bind`, laid out for `hidden`. If they are `held`, `hidden` works outside of
     `bind` too.
@@ -146,6 +161,7 @@ class Decoder(NamedTuple):
     rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     linear: Callable[..., Tensor]
     turn: Callable[..., tuple[Tensor, Tensor]] | None  # the rotary kernel; None: the model's own code
+    fused: FusedStep | None = None  # if all kernels between products are in C++: how `fused_hidden` computes
 
     @property
     def held(self) -> bool:
@@ -201,6 +217,23 @@ class Decoder(NamedTuple):
             x = all_reduce(with_own("down", inner, self.linear(inner, *layer.down)), axis).add_(x)
         return self.norm.of(x)
 
+    def fused_hidden(
+        self, tokens: Tensor, where: StepColumns, cache: Layers, attention_layers: Sequence[AttentionLayer]
+    ) -> Tensor:
+        """Compute `hidden`, bit for bit, by one call in C++ between two products; for rows without adapters."""
+        assert self.fused is not None
+        (linear, activation), (queries, keys, width) = self.fused, self.heads
+        x = residual = self.embedding(tokens)
+        inner = add_norm_step(x, None, *self.layers[0].before.numbers)
+        norms = [*(layer.before for layer in self.layers[1:]), self.norm]
+        for number, (layer, what, norm) in enumerate(zip(self.layers, attention_layers, norms, strict=True)):
+            heads = linear(inner, *layer.qkv[0]).view(len(x), queries + 2 * keys, width)
+            mixed = attend_step(heads, *cache[number], where.behind(what.window), **what.numbers)
+            inner = add_norm_step(linear(mixed, *layer.out), residual, *layer.after.numbers)
+            inner = glu_step(linear(inner, *layer.gate_up[0]), activation)
+            inner = add_norm_step(linear(inner, *layer.down), residual, *norm.numbers)
+        return inner
+
     def _products_of(self, x: Tensor, products: Sequence[_Product]) -> Tensor:
         """Multiply `x` with each of the weights, and concatenate the results."""
         results = [self.linear(x, *product) for product in products]
@@ -236,10 +269,15 @@ def packing_of(linear: Callable[..., Tensor], size: int) -> Packing | None:
 
 
 def decoder_of(
-    skeleton: PreTrainedModel, linear: Callable[..., Tensor] = plain, *, packs: bool = False
+    skeleton: PreTrainedModel,
+    linear: Callable[..., Tensor] = plain,
+    *,
+    packs: bool = False,
+    decode_attention: Callable[..., Tensor] | None = None,
 ) -> Decoder | None:
     """Make the decoder of a skeleton, inside `bind`, with the kernel `linear` for linear layers; None if the skeleton,
-    or a module in it, is of an unknown class. With `packs`, weights are copied into the layout of its products."""
+    or a module in it, is of an unknown class. With `packs`, weights are copied into the layout or dtype of its
+    products. `decode_attention` is the kernel for attention."""
     base: Any = skeleton
     kind = type(base).__module__
     if kind not in KINDS or not all(_known(module, kind) for module in base.modules()):
@@ -248,7 +286,7 @@ def decoder_of(
     attention, embedding = base.layers[0].self_attn, base.embed_tokens
     width = attention.head_dim
     copied = (packing_of(linear, size) if packs else None) or (_joined if size <= JOINED else None)
-    return Decoder(
+    made = Decoder(
         embedding=_Embedding(embedding.weight) if type(embedding) is nn.Embedding else embedding,
         axis=embedding.region.axis if isinstance(embedding, EmbeddingSeam) else Axis(),
         layers=[_layer(layer, copied) for layer in base.layers],
@@ -258,6 +296,28 @@ def decoder_of(
         linear=taking_adapted(linear),
         turn=_turn(base.layers[0]),
     )
+    return made._replace(fused=_fused(made, base, linear, decode_attention))
+
+
+def _fused(
+    decoder: Decoder, base: Any, linear: Callable[..., Tensor], decode_attention: Callable[..., Tensor] | None
+) -> FusedStep | None:
+    """How `fused_hidden` computes; None if a kernel between the products is not in C++, or a layer is of another form
+    than it knows."""
+    first, mlp = decoder.layers[0], _inside(base.layers[0].mlp)
+    kernels = {"decode_attention": decode_attention, "rms_norm": first.before.kernel, "rotary": decoder.turn}
+    kernels["glu"] = mlp._kernel if isinstance(mlp, GluSeam) else None
+    in_cpp = all(fn is not None and BUILTIN[op]["cpp"].is_of(fn) for op, fn in kernels.items())
+    weights = [
+        weight
+        for layer in decoder.layers
+        for weight, _ in (*layer.qkv, layer.out, *layer.gate_up, layer.down, (layer.before.weight, None))
+    ]
+    plain_weights = all(isinstance(x, Joined) or is_plain(x) for x in weights)
+    joined = all(len(layer.qkv) == len(layer.gate_up) == 1 and layer.head_norms is None for layer in decoder.layers)
+    if not (in_cpp and plain_weights and joined and decoder.held and first.before.weight.dtype in DTYPES):
+        return None
+    return FusedStep(linear, mlp._form.activation)
 
 
 def _known(module: nn.Module, kind: str) -> bool:

@@ -37,6 +37,7 @@ from fppo.runtime.graphs import Record, Run, as_graphs
 from fppo.runtime.mesh import LOCAL, Mesh, all_reduce
 from fppo.steps.experts import check_routers
 from fppo_kernels.collectives import Axis
+from fppo_kernels.linear.bfloat16 import bfloat16
 from fppo_kernels.linear.cpp import Joined
 from fppo_kernels.linear.float8 import float8
 from fppo_kernels.linear.plain import plain
@@ -174,7 +175,10 @@ class EmbeddedEngine:
         """The policy of these parameters, inside `bind`."""
         own = models.output_head(model, params)
         head, product = (own, rounded_product(self.kernels.linear)) if self.exact else _wide(own, self.kernels.linear)
-        decoder = decoder_of(model.text_of(skeleton), self.kernels.linear, packs=not self.exact)
+        kernels, packs = self.kernels, not self.exact
+        decoder = decoder_of(
+            model.text_of(skeleton), kernels.linear, packs=packs, decode_attention=kernels.decode_attention
+        )
         columns = self._columns(model, head)
         record = self._record(head.weight.device, decoder, columns.axis)
         routers, budget = model.routers if self.routed else (), self.prefill_tokens
@@ -268,10 +272,11 @@ def _wide(head: Head, linear: Callable[..., Tensor]) -> tuple[Head, Callable[...
     bias = None if head.bias is None else head.bias.to(wide)
     weight = head.weight.to(wide)
     wide_head = head._replace(weight=weight, bias=bias)
+    if linear in (float8, bfloat16):  # what trains has no rounded head either
+        return wide_head, plain
     if (packing := packing_of(linear, weight.nbytes)) is not None:
         return wide_head, partial(_with_weight, linear, packing(weight))
-    # what trains has no head of 8 bits either
-    return wide_head, plain if linear is float8 else linear
+    return wide_head, linear
 
 
 def _with_weight(

@@ -28,6 +28,7 @@ from fppo.rollout.sampling import Columns
 from fppo.rollout.states import States
 from fppo.runtime.graphs import Record
 from fppo_kernels.collectives import all_gather
+from fppo_kernels.decode_attention.steps import StepColumns
 from fppo_kernels.table import Kernels
 
 
@@ -116,9 +117,19 @@ def plain_steps(
     `attention_layers` are the arguments of each layer's attention.
     """
     next_hidden, kernel = _hidden_of(policy, attention_layers, length), policy.kernels.decode_attention
+    decoder, fused = policy.decoder, _fused_angles(policy, length)
 
     def of(rows: LiveRows) -> Advance:
         first, bias = _padding(rows, always=policy.scores is not None)
+        if decoder is not None and fused is not None and not rows.owned:
+            (cos, sin), hidden_of, starts = fused, decoder.fused_hidden, rows.starts[:, 0].contiguous()
+
+            def advance_fused(tokens: Tensor, column: int) -> Next:
+                where = StepColumns(cos, sin, starts, column, first, bias)
+                hidden = hidden_of(tokens, where, rows.cache, attention_layers)
+                return Next(policy.logits(hidden), hidden)
+
+            return advance_fused
 
         def advance(tokens: Tensor, column: int) -> Next:
             routes = policy.routes()
@@ -215,6 +226,14 @@ def _hidden_of(
     return lambda tokens, positions, attend, _, own: decoder.hidden(
         tokens[:, 0], rotation.at(positions[:, 0]), attend=attend, attention_layers=attention_layers, own=own
     )
+
+
+def _fused_angles(policy: DecodingPolicy, length: int) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines [length, D] for fused steps; None if steps are not fused."""
+    if policy.decoder is None or policy.decoder.fused is None:
+        return None
+    rotation = policy.decoder.rotation(length)
+    return rotation.cos[:, 0].contiguous(), rotation.sin[:, 0].contiguous()
 
 
 def _padding(rows: LiveRows, *, always: bool) -> tuple[int, Tensor | None]:

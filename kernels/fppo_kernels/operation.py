@@ -62,7 +62,8 @@ class Operation:
     Laws draw small float64 examples by `draw(generator, rows, width, number, wide)`, for each (rows, width) of `sizes`
     and each index `number` of `features`. features[number] are the keywords that such an example needs. `wide`, given
     on GPUs, is the width of heads and hidden states. `rows` names the inputs whose rows do not see each other.
-    Kernels that lack a keyword in `needed` are not tried. Gradients have `slack` times the tolerance. Screening draws
+    Kernels that lack a keyword in `needed` are not tried. Gradients have `slack` times the tolerance, which is
+    that of the inputs' dtype, or of the dtype `tolerance`. Screening draws
     `screened`, each (rows, width, number), and adds the `usual` keywords of a run.
 
     Ablations draw `sized(shape, dtype, device)` and measure the outputs `timed` against `cost(shape, itemsize)`, on
@@ -84,6 +85,7 @@ class Operation:
     needed: frozenset[str] = frozenset()
     wide: int | None = None
     slack: Callable[[Arguments, Arguments], float] = lambda inputs, extras: 1.0
+    tolerance: torch.dtype | None = None
     screened: tuple[tuple[int, int, int], ...] = ((4, 64, 0),)
     usual: Arguments = attrs.field(factory=dict[str, Any])
     shape: Shape

@@ -44,6 +44,14 @@ def _needs_onednn() -> str | None:
     return None if torch.backends.mkldnn.is_available() else "this torch was built without oneDNN"
 
 
+def _needs_bfloat16() -> str | None:
+    if _has_cuda():
+        return 'is for CPUs; on a GPU model.compute_dtype = "bfloat16" has such products'
+    from fppo_kernels.linear.bfloat16 import multiplies
+
+    return None if multiplies() else "needs a processor that multiplies bfloat16 (AVX512-BF16 or AMX)"
+
+
 def _needs_float8() -> str | None:
     import torch
 
@@ -112,7 +120,8 @@ class Implementation:
     reason why it cannot run on this machine, or None. `lacks` names keywords of the operation and dtypes that it does
     not support. An `opaque` implementation supports no transform of torch.func; others support those of the operation's
     record. `reference` is its own float64 definition, if it does not compute the operation itself: a function or
-    "module:function".
+    "module:function". `tolerance` names the dtype to which it rounds results whatever its inputs; laws then have the
+    tolerance of that dtype.
     """
 
     fn: Callable[..., Any] | str
@@ -120,6 +129,7 @@ class Implementation:
     lacks: frozenset[str] = frozenset()
     reference: Callable[..., Any] | str | None = None
     opaque: bool = False
+    tolerance: str | None = None
 
     def load(self) -> Callable[..., Any]:
         """Import the function."""
@@ -198,6 +208,13 @@ BUILTIN: Table = MappingProxyType(
             "onednn": Implementation("fppo_kernels.linear.onednn:onednn", _needs_onednn),
             "cpp": Implementation("fppo_kernels.linear.cpp:cpp", lambda: _needs_onednn() or _needs_cpp()),
             "fixed": Implementation("fppo_kernels.linear.fixed:fixed", _needs_triton, lacks=NO_HALF),
+            "bfloat16": Implementation(
+                "fppo_kernels.linear.bfloat16:bfloat16",
+                _needs_bfloat16,
+                lacks=NO_DOUBLE | NO_HALF,
+                opaque=True,
+                tolerance="bfloat16",
+            ),
             "float8": Implementation(
                 "fppo_kernels.linear.float8:float8",
                 _needs_float8,

@@ -106,7 +106,7 @@ def test_what_onednn_has_no_product_for_is_not_packed():
         (None, "arm", False),
     ],
 )
-def test_onednn_is_the_faster_one_on_amds_processors(monkeypatch, file, processor, fast):
+def test_onednn_is_the_faster_one_on_amds_processors_with_avx512(monkeypatch, file, processor, fast):
     def read_text(path, errors):
         assert (str(path), errors) == ("/proc/cpuinfo", "replace")
         if file is None:
@@ -117,7 +117,12 @@ def test_onednn_is_the_faster_one_on_amds_processors(monkeypatch, file, processo
     monkeypatch.setattr(platform, "processor", lambda: processor)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    capability = ["AVX512"]
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability[-1])
     assert module.fast_on_this_processor() is fast
+    capability.append("AVX2")
+    assert module.fast_on_this_processor() is False
+    capability.pop()
     for backend in (torch.backends.mkldnn, torch.backends.mkl):
         with monkeypatch.context() as patch:
             patch.setattr(backend, "is_available", lambda: False)

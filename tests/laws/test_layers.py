@@ -16,7 +16,7 @@ from fppo_kernels.rotary.eager import eager as rotary
 KERNELS = [(op, name) for op in table.INSIDE for name, reason in table.available(op).items() if reason is None]
 
 
-ROUNDED = ("triton", "liger", "float8")  # which have tests of their own
+ROUNDED = ("triton", "liger", "float8", "bfloat16")  # which have tests of their own
 
 
 @pytest.mark.slow

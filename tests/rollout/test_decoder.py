@@ -8,6 +8,7 @@ from fppo import models
 from fppo.key import Key
 from fppo.rollout import decoder, embedded
 from fppo.rollout.engine import Ask, Sampling
+from fppo_kernels import table
 from fppo_kernels.linear.cpp import Joined
 from fppo_kernels.table import Kernels, needs_cpp
 from tests.models.families import make, plain
@@ -63,6 +64,47 @@ def test_a_decoder_with_packed_weights_draws_what_it_draws_with_plain_ones(name,
     torch.testing.assert_close(packed.rollout_log_probs, plain_ones.rollout_log_probs, rtol=0, atol=5e-6)
     tokens = engine_of(model).generate(params, ask).tokens
     assert torch.equal(packed.tokens, tokens)
+
+
+IN_CPP = dict.fromkeys(("rms_norm", "rotary", "glu", "decode_attention"), "cpp")
+
+
+@pytest.mark.skipif(table.needs_cpp() is not None, reason="no kernels in C++")
+@pytest.mark.parametrize("linear", ["torch", "onednn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama3-rope", "mistral", "qwen2"])
+def test_steps_with_all_kernels_in_cpp_are_one_call_between_two_products_and_draw_the_same_bits(
+    name, dtype, linear, monkeypatch
+):
+    """Rows of equal length and of different ones, of which some end early; Mistral's attention has a window."""
+    model, params = make(name, dtype=dtype)
+    engine = attrs.evolve(engine_of(model), kernels=Kernels.named(**IN_CPP, linear=linear))
+    fused, made = [], decoder.decoder_of
+    monkeypatch.setattr(
+        decoder.Decoder, "fused_hidden", lambda *args, run=decoder.Decoder.fused_hidden: fused.append(1) or run(*args)
+    )
+    for lengths in ((4,) * 6, LENGTHS):
+        ask = Ask(make_prompts(lengths), Sampling(n=2, max_tokens=12, stop_token_ids=(5,)), Key(4))
+        together = engine.generate(params, ask)
+        count = len(fused)
+        with monkeypatch.context() as patch:
+            patch.setattr(embedded, "decoder_of", lambda *args, **how: made(*args, **how | {"decode_attention": None}))
+            apart = engine.generate(params, ask)
+        assert len(fused) == count >= 10
+        assert torch.equal(together.tokens, apart.tokens)
+        assert torch.equal(together.rollout_log_probs, apart.rollout_log_probs)
+
+
+@pytest.mark.parametrize("other", [{"rms_norm": "eager"}, {"rotary": "eager"}, {"glu": "eager"}, {}, None])
+def test_a_step_is_fused_only_if_it_would_call_just_these_kernels(other):
+    """Qwen3 has norms of queries and keys."""
+    model, params = make("qwen3" if other == {} else "llama")
+    kernels = Kernels.named(**IN_CPP | (other or {}))
+    bound = models.Bound.of(model, params, kernels=kernels)
+    made = bound(lambda skeleton: decoder.decoder_of(skeleton, decode_attention=kernels.decode_attention))
+    assert (made.fused is not None) == (other is None)
+    eager = table.get("decode_attention", "eager")
+    assert bound(lambda skeleton: decoder.decoder_of(skeleton, decode_attention=eager)).fused is None
 
 
 @pytest.mark.slow

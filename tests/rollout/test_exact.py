@@ -65,10 +65,10 @@ def test_an_exact_engine_packs_no_weights(monkeypatch):
     engine, params = engine_of("qwen3")
     packs, made = [], decoder.decoder_of
     monkeypatch.setattr(decoder, "_PACKINGS", {onednn: lambda *weights: packs.append(weights) or packed(*weights)})
-    monkeypatch.setattr(embedded, "decoder_of", lambda *args, **how: packs.append(how) or made(*args, **how))
+    monkeypatch.setattr(embedded, "decoder_of", lambda *args, **how: packs.append(how["packs"]) or made(*args, **how))
     ask = Ask(make_prompts(), Sampling(max_tokens=2), Key(0))
     engine.generate(params, ask)
-    assert packs == [{"packs": False}]
+    assert packs == [False]
     attrs.evolve(engine, exact=False).generate(params, ask)
     assert len(packs) > 2
 

@@ -37,6 +37,16 @@ void forward(const Raw* gate, const Raw* up, Raw* out, int64_t count, int64_t th
       narrow(Activate(T(widen(gate[i]))).value * widen(up[i]), out + i);
 }
 
+// `forward` of rows [rows, 2 width], each the gate's numbers and then the other factor's.
+template <typename T, Slope<T> (*Activate)(T), typename Raw>
+void forward_rows(const Raw* both, Raw* out, int64_t rows, int64_t width, int64_t threads) {
+#pragma omp parallel for num_threads(threads)
+  for (int64_t row = 0; row < rows; ++row) {
+    const Raw* gate = both + 2 * row * width;
+    forward<T, Activate>(gate, gate + width, out + row * width, width, 1);
+  }
+}
+
 template <typename T, Slope<T> (*Activate)(T), typename Raw>
 void backward(const Raw* gate, const Raw* up, const Raw* grad, Raw* d_gate, Raw* d_up, int64_t count,
               int64_t threads) {
@@ -56,6 +66,9 @@ void backward(const Raw* gate, const Raw* up, const Raw* grad, Raw* d_gate, Raw*
 #define FUNCTIONS(KIND, NAME, T, RAW)                                                                               \
   extern "C" void KIND##_forward_##NAME(const RAW* gate, const RAW* up, RAW* out, int64_t count, int64_t threads) { \
     forward<T, KIND<T>>(gate, up, out, count, threads);                                                             \
+  }                                                                                                                 \
+  extern "C" void KIND##_rows_##NAME(const RAW* both, RAW* out, int64_t rows, int64_t width, int64_t threads) {     \
+    forward_rows<T, KIND<T>>(both, out, rows, width, threads);                                                      \
   }                                                                                                                 \
   extern "C" void KIND##_backward_##NAME(const RAW* gate, const RAW* up, const RAW* grad, RAW* d_gate, RAW* d_up,   \
                                          int64_t count, int64_t threads) {                                          \

@@ -105,9 +105,10 @@ def packed(*weights: Tensor) -> Tensor:
 
 
 def fast_on_this_processor() -> bool:
-    """Whether oneDNN's float32 products are faster than torch's on this machine: on AMD's processors, where torch has
-    MKL's. Nothing is timed, so every run decides alike."""
-    return torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available() and _made_by_amd()
+    """Whether oneDNN's float32 products are faster than torch's on this machine: on AMD's processors with AVX-512,
+    where torch's are MKL's, which leave AVX-512 to Intel's. Nothing is timed, so every run decides alike."""
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return wide and torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available() and _made_by_amd()
 
 
 def _made_by_amd() -> bool:
