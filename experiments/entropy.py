@@ -1,7 +1,7 @@
 """How near `actor.entropy_control` holds its target: the shares of steps, and of means of ten, within a tenth of it.
 
 python experiments/entropy.py                   # the quickstart's sums, by its model after the warm-up
-python experiments/entropy.py --model smol --target 0.4 --unit nats --prompts 16 --max-tokens 3 --steps 100 --skip 50
+python experiments/entropy.py --model smol --target 0.45 --unit nats --prompts 16 --max-tokens 3 --lr 3e-4 --skip 20
 """
 
 from pathlib import Path
