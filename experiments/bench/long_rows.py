@@ -42,13 +42,14 @@ def planned(case: Case) -> tuple[float, float]:
     return peak.total / 2**30, (peak.total - peak.peak["state"]) / 2**30
 
 
-def timed(case: Case, tokens: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of a processor for an update in each way, with slices of so many tokens."""
+def timed(case: Case, tokens: int, repeats: int, ways: int) -> dict[str, list[float]]:
+    """Seconds of a processor for an update in each of the first `ways`, with slices of so many tokens."""
     model, batch = models.build(case.config), rows_of(case, False)
     params = models.init_params(model, Key(0))
-    found: dict[str, list[float]] = {name: [] for name in HOW}
+    found: dict[str, list[float]] = {name: [] for name in [*HOW][:ways]}
     for number in range(1 + repeats):
-        for name, (again, cut) in HOW.items():
+        for name in found:
+            again, cut = HOW[name]
             which = attrs.evolve(model, checkpoint_layers=again, mlp_slice_tokens=tokens if cut else None)
             stage = passes.stage_of(case, UPDATE, batch, forward=Forward(which))
             state = init_state(tree.copy(params), passes.optimizer_of(case))
@@ -65,13 +66,14 @@ def main() -> None:
     parser.add_argument("--slices", type=int, default=16, help="the number of slices that a row is cut into")
     parser.add_argument("--timed", type=int, default=4096, help="the length of the row that is timed")
     parser.add_argument("--repeats", type=int, default=5, help="0: memory alone")
+    parser.add_argument("--ways", type=int, default=len(HOW), help="time the first so many ways alone")
     parser.add_argument("--offload", action="store_true", help="plan with activations in the host's memory")
     options = parser.parse_args()
     torch.set_num_threads(1)
     case = case_of(options.width, options.layers, 1, options.length)
     case = attrs.evolve(case, hardware=hardware_of("h200"), offload_activations=options.offload)
     short = case_of(options.width, options.layers, 1, options.timed)
-    found = timed(short, options.timed // options.slices, options.repeats) if options.repeats else {}
+    found = timed(short, options.timed // options.slices, options.repeats, options.ways) if options.repeats else {}
     print(header("layers", "peak, GiB", "beyond the state", "of `selective`", "processor, s", "ratio"))
     base = 0.0
     for name, (again, cut) in HOW.items():
@@ -79,7 +81,7 @@ def main() -> None:
         total, beyond = planned(attrs.evolve(case, checkpoint_layers=again, mlp_slice_tokens=size))
         base = base or total
         cells = ["-", "-"]
-        if found:
+        if name in found:
             first = next(iter(found.values()))
             ratios = [one / other for one, other in zip(found[name], first, strict=True)]
             cells = [f"{statistics.median(found[name]):.2f}", f"{statistics.median(ratios):.2f}"]

@@ -112,12 +112,12 @@ def divided(name: str, extent: torch.Size | Extent, axis: int, size: int) -> tor
     """The extent of a leaf with one number for each block of `size` numbers along an axis of a parameter, cut as the
     parameter is. Raises ValueError, naming the parameter, for a cut or an end of the axis inside of a block."""
     whole = extent if isinstance(extent, Extent) else Extent(extent)
-    cut, shape, edges = whole.cut, list(whole.shape), [whole.shape[axis]]
+    cut, shape, edges, over = whole.cut, list(whole.shape), [whole.shape[axis]], ""
     if cut is not None and cut.dim == axis:
         edges += [edge for part in range(cut.parts) for run in cut.runs(part) for edge in run]
+        over = f", which the {cut.axis} axis cuts into {cut.parts} parts"
         cut = attrs.evolve(cut, segments=tuple(each // size for each in cut.segments))
     if any(edge % size for edge in edges):
-        over = "" if len(edges) == 1 else f", which the {whole.cut.axis} axis cuts into {whole.cut.parts} parts"
         raise ValueError(
             f"{name} of shape {tuple(whole.shape)}: blocks of {size} do not fit axis {axis}{over}: give a block size "
             "that divides each part, or another mesh"

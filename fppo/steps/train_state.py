@@ -97,7 +97,7 @@ def whole_shapes(state: TrainState, shapes: Mapping[str, torch.Size | Extent]) -
     cut = any(x.shape != shapes[name] for name, x in state.params.items())
     whole = {f".params[{name!r}]": extent for name, extent in shapes.items()}
     for path, leaf in pytree.tree_flatten_with_path(state.opt)[0]:
-        name = getattr(path[-1], "key", None) if path else None
+        name = str(getattr(path[-1], "key", "")) if path else ""
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             continue
         own = state.params[name].shape if name in state.params else torch.Size()

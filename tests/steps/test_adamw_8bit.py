@@ -20,7 +20,7 @@ from fppo.runtime.offload import Lane
 from fppo.runtime.simulate import simulate
 from fppo.settings.learning import OptimizerSettings
 from fppo.steps.actor import UpdateActor
-from fppo.steps.adamw_8bit import adamw_8bit, decoded, encoded, levels, thresholds
+from fppo.steps.adamw_8bit import STEP, adamw_8bit, decoded, encoded, offsets_after
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -31,7 +31,15 @@ from tests import tiny
 from tests.models.families import make
 
 CPU = torch.device("cpu")
-SIGNED, POSITIVE = levels(CPU, signed=True), levels(CPU, signed=False)
+
+
+def with_codes(count):
+    """The numbers that have a code: 0, then up to 1, 8 for each factor of 2."""
+    downs = [2.0 ** -((k + 7) // 8) * (1 + -k % 8 / 8) for k in range(count)]
+    return torch.tensor([0.0, *reversed(downs)])
+
+
+NUMBERS = {count: with_codes(count) for count in (127, 255)}
 
 
 def rate(step):
@@ -52,56 +60,54 @@ def numbers(seed, rows, columns, spread, dtype=torch.float32):
 
 
 @given(st.integers(0, 1000), st.sampled_from([1, 2, 3, 8]), st.floats(0, 12), st.sampled_from([False, True]))
-def test_codes_are_off_by_half_the_distance_of_levels_or_with_another_threshold_by_all_of_it(
+def test_codes_are_off_by_half_the_distance_of_numbers_with_codes_or_with_other_offsets_by_all_of_it(
     seed, block_size, spread, wide
 ):
     x = numbers(seed, 4, 6 * block_size, spread, torch.float64 if wide else torch.float32)
-    share = torch.rand(block_size, generator=torch.Generator().manual_seed(seed))
-    for values, y in ((SIGNED, x), (POSITIVE, x.abs())):
-        gaps = values.diff().double()
-        for threshold, part in ((0.5, 0.5), (share, 1.0)):
-            codes, scales = encoded(y, values, block_size, threshold, positive=values is POSITIVE)
+    some = torch.randint(STEP, (block_size,), generator=torch.Generator().manual_seed(seed))
+    for signed, y in ((True, x), (False, x.abs())):
+        values = NUMBERS[127 if signed else 255].double()
+        for offsets, part in ((STEP // 2, 0.5), (some, 1.0)):
+            codes, scales = encoded(y, block_size, signed=signed, offsets=offsets)
             assert (codes.dtype, codes.shape) == (torch.uint8, y.shape)
             assert (scales.dtype, scales.shape) == (torch.float32, (4, 6))
-            back = decoded(codes, scales, values, y.dtype)
+            back = decoded(codes, scales, y.dtype, signed=signed)
             assert back.dtype == y.dtype
             scale = scales.double().repeat_interleave(block_size, 1)
-            relative = (y.double() / scale.where(scale > 0, 1.0)).clamp(-1, 1)
-            place = torch.bucketize(relative, values.double()).clamp(1, len(values) - 1)
-            least = values[1] if values is POSITIVE else 0.0  # what rounds to 0 is raised to the first level
-            bound = (part * gaps[place - 1]).clamp(min=float(least)) * scale
+            relative = (y.abs().double() / scale.where(scale > 0, 1.0)).clamp(max=1)
+            place = torch.bucketize(relative, values).clamp(1, len(values) - 1)
+            bound = (part * values.diff()[place - 1]).clamp(min=values[1].item()) * scale
             assert ((back - y).abs() <= bound * (1 + 1e-5) + 1e-38).all()
+            assert (back * y >= 0).all()
 
 
 @given(st.integers(0, 1000), st.floats(0, 40))
 def test_only_0_has_the_code_of_0_among_second_moments(seed, spread):
     x = numbers(seed, 3, 16, spread).abs()
-    for threshold in (0.5, thresholds(torch.tensor(float(seed)), 8)):
-        back = decoded(*encoded(x, POSITIVE, 8, threshold, positive=True), POSITIVE)
+    for offsets in (STEP // 2, offsets_after(torch.tensor(float(seed)), 8)):
+        back = decoded(*encoded(x, 8, signed=False, offsets=offsets), signed=False)
         assert torch.equal(back > 0, x > 0)
 
 
 def test_codes_depend_on_nothing_outside_of_the_block():
-    x, share = numbers(0, 6, 32, 6.0), thresholds(torch.tensor(7.0), 8)
-    codes, scales = encoded(x, SIGNED, 8, share)
+    x, offsets = numbers(0, 6, 32, 6.0), offsets_after(torch.tensor(7.0), 8)
+    codes, scales = encoded(x, 8, signed=True, offsets=offsets)
     for own in (slice(0, 3), slice(5, 6)):
         for part in (slice(0, 8), slice(8, 32)):
             blocks = slice(part.start // 8, part.stop // 8)
-            found = encoded(x[own, part].contiguous(), SIGNED, 8, share)
+            found = encoded(x[own, part].contiguous(), 8, signed=True, offsets=offsets)
             assert torch.equal(found[0], codes[own, part])
             assert torch.equal(found[1], scales[own, blocks])
 
 
 def test_rounding_is_right_on_the_mean_over_updates_and_over_places():
-    share = torch.stack([thresholds(torch.tensor(float(count)), 64) for count in range(1000)])
-    assert 0 <= share.min() < share.max() < 1
-    for part in (share, share[:, 5], share[3], share[999_000 % 1000]):
-        assert part.mean().item() == pytest.approx(0.5, abs=0.02)
-    late = thresholds(torch.tensor(1_000_000.0), 64)
-    assert late.mean().item() == pytest.approx(0.5, abs=0.02)
+    offsets = torch.stack([offsets_after(torch.tensor(float(count)), 64) for count in range(1000)])
+    assert 0 <= offsets.min() < offsets.max() < STEP
+    for part in (offsets, offsets[:, 5], offsets[3], offsets_after(torch.tensor(1_000_000.0), 64)):
+        assert part.double().mean().item() == pytest.approx(STEP / 2, rel=0.05)
     x = torch.rand(1, 64, generator=torch.Generator().manual_seed(0)) + 0.5
-    back = torch.stack([decoded(*encoded(x, POSITIVE, 64, own, positive=True), POSITIVE) for own in share[:300]])
-    torch.testing.assert_close(back.mean(0), x, rtol=2e-3, atol=0)
+    back = torch.stack([decoded(*encoded(x, 64, signed=False, offsets=own), signed=False) for own in offsets[:300]])
+    torch.testing.assert_close(back.mean(0), x, rtol=3e-3, atol=0)
 
 
 def test_a_second_moment_follows_gradients_that_grow_as_adamws_does():
@@ -115,7 +121,7 @@ def test_a_second_moment_follows_gradients_that_grow_as_adamws_does():
         grads[:, 1:] *= 1e-2 if step < 200 else 5e-2
         exact, _ = optimizer_step(exact, {"w": grads.clone()}, optimizer=one, donate=True)
         state, _ = optimizer_step(state, {"w": grads}, optimizer=two, donate=True)
-    found = decoded(state.opt.nu.codes["w"], state.opt.nu.scales["w"], POSITIVE)
+    found = decoded(state.opt.nu.codes["w"], state.opt.nu.scales["w"], signed=False)
     assert 0.9 < (found / exact.opt.nu["w"]).mean() < 1.1
     assert (found / exact.opt.nu["w"]).min() > 0.5
 
@@ -123,20 +129,19 @@ def test_a_second_moment_follows_gradients_that_grow_as_adamws_does():
 # the update
 
 
-def nearest(x, values, size):
-    """The nearest level of each number, relative to the largest of its block, number by number."""
-    back = torch.zeros_like(x)
-    for block in range(0, len(x), size):
-        scale = x[block : block + size].abs().max().float().double()
-        for i in range(block, block + size):
-            if scale > 0:
-                back[i] = scale * values[(values.double() - x[i] / scale).abs().argmin()].double()
+def nearest(x, size):
+    """The nearest number with a code, relative to the largest of its block, one after the other."""
+    back, values = torch.zeros_like(x), NUMBERS[127].double()
+    for i, number in enumerate(x):
+        scale = x[i // size * size : (i // size + 1) * size].abs().max().float().double()
+        if scale > 0:
+            back[i] = scale * number.sign() * values[(values - number.abs() / scale).abs().argmin()]
     return back
 
 
-def by_threshold(x, size, count):
-    """The level below or above of each number, by its place's threshold."""
-    back, values = torch.zeros_like(x), POSITIVE.double()
+def by_offset(x, size, count):
+    """The number below or above that has a code, by its place's offset."""
+    back, values = torch.zeros_like(x), NUMBERS[255].double()
     for i, number in enumerate(x.tolist()):
         scale = x[i // size * size : (i // size + 1) * size].max().float().double().item()
         if number == 0:
@@ -144,8 +149,7 @@ def by_threshold(x, size, count):
         share = (count * 12664746 + i % size * 9560334) % 2**24 / 2**24
         high = next(k for k in range(1, 256) if k == 255 or values[k] >= number / scale)
         low, top = values[high - 1].item(), values[high].item()
-        up = number / scale - low > share * (top - low) or high == 1
-        back[i] = scale * (top if up else low)
+        back[i] = scale * (top if (number / scale - low) / (top - low) + share >= 1 or high == 1 else low)
     return back
 
 
@@ -166,12 +170,12 @@ def test_an_update_decodes_applies_adamws_formula_and_encodes(clip):
             root = (nu[name] / (1 - 0.9 ** (step + 1))).sqrt() + 1e-6
             mine[name] = mine[name] * (1 - 0.3 * rate(step)) - rate(step) * mu[name] / (1 - 0.8 ** (step + 1)) / root
             if name == "w":
-                mu[name] = torch.stack([nearest(row, SIGNED, 4) for row in mu[name]])
-                nu[name] = torch.stack([by_threshold(row, 4, step) for row in nu[name]])
+                mu[name] = torch.stack([nearest(row, 4) for row in mu[name]])
+                nu[name] = torch.stack([by_offset(row, 4, step) for row in nu[name]])
     for name, x in mine.items():
         torch.testing.assert_close(state.params[name], x, rtol=1e-11, atol=1e-12)
-    for moment, own, values in ((mu, state.opt.mu, SIGNED), (nu, state.opt.nu, POSITIVE)):
-        found = decoded(own.codes["w"], own.scales["w"], values, torch.float64)
+    for moment, own, signed in ((mu, state.opt.mu, True), (nu, state.opt.nu, False)):
+        found = decoded(own.codes["w"], own.scales["w"], torch.float64, signed=signed)
         torch.testing.assert_close(found, moment["w"], rtol=1e-11, atol=0)
     torch.testing.assert_close(state.opt.adamw.nu["b"], nu["b"], rtol=1e-11, atol=0)
 
@@ -255,8 +259,8 @@ def values_of(state):
     """All numbers of a state, with moments decoded."""
     opt = state.opt
     moments = {
-        what: {n: decoded(x, own.scales[n], values, torch.float64) for n, x in own.codes.items()}
-        for what, own, values in (("mu", opt.mu, SIGNED), ("nu", opt.nu, POSITIVE))
+        what: {n: decoded(x, own.scales[n], torch.float64, signed=signed) for n, x in own.codes.items()}
+        for what, own, signed in (("mu", opt.mu, True), ("nu", opt.nu, False))
     }
     return dict(tree.leaves_with_paths((state.params, opt.adamw, moments)))
 

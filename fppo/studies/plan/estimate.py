@@ -16,7 +16,6 @@ from fppo.models.slices import find_mlps
 from fppo.runtime.mesh import AXES, DENSE, SHARD_AXES
 from fppo.runtime.offload import WINDOW
 from fppo.settings.model import params_on_host
-from fppo.steps.adamw_8bit import BLOCK
 from fppo.studies.plan import passes
 from fppo.studies.plan.case import TRAINED, Case, Hardware, Pace, overhead
 from fppo.studies.plan.passes import STAGES
@@ -186,7 +185,7 @@ def _repeated(phases: Sequence[Phase], case: Case) -> list[tuple[Phase, float]]:
 
 
 ROOM = 1.15  # a case is too large if the formula's bytes are over this multiple of a GPU's memory
-_MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 + 8 / BLOCK}  # bytes per trained parameter
+_MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 64}  # bytes per trained parameter, with scales of 64 numbers
 _KEPT_LAYER = 10.0  # elements that a layer keeps for its backward pass, per token and width, without the MLP's
 _KEPT_ROWS = 4.0  # and for each chosen expert
 ATTENTION_BACKWARD = 2.5  # FLOPs relative to the forward pass
