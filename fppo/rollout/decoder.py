@@ -16,17 +16,15 @@ from fppo.models.adapted import Adapted, Factors, add_own_, taking_adapted
 from fppo.models.codes import shapes_of_weights
 from fppo.models.heads import embedding_name
 from fppo.models.inner import GluSeam, LinearSeam, NormSeam
-from fppo.models.known import KINDS as FAMILIES
-from fppo.models.known import KnownLayer
+from fppo.models.known import KINDS, KnownLayer
 from fppo.models.model import Model
 from fppo.models.quantised import Quantised
 from fppo.models.regions import BlockSeam, EmbeddingSeam
 from fppo.models.seams import Attend, AttentionLayer, LayerSeam
 from fppo.models.slices import MlpSeam
 from fppo.rollout.cache import Layers
-from fppo_kernels._cpp import KINDS
 from fppo_kernels.collectives import Axis, all_reduce
-from fppo_kernels.decode_attention.steps import StepColumns, add_norm_step, attend_step, glu_step
+from fppo_kernels.decode_attention.steps import DTYPES, StepColumns, add_norm_step, attend_step, glu_step
 from fppo_kernels.linear.bfloat16 import bfloat16, rounded
 from fppo_kernels.linear.onednn import packed
 from fppo_kernels.linear.plain import plain
@@ -274,7 +272,7 @@ def decoder_of(
     `decode_attention` is the kernel for attention."""
     base: Any = skeleton
     kind = type(base).__module__
-    if kind not in FAMILIES or not all(_known(module, kind) for module in base.modules()):
+    if kind not in KINDS or not all(_known(module, kind) for module in base.modules()):
         return None
     size = sum(x.numel() * x.element_size() for x in base.layers.parameters())
     attention, embedding = base.layers[0].self_attn, base.embed_tokens
@@ -310,7 +308,7 @@ def _fused(
     ]
     plain_weights = all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in weights)
     joined = all(len(layer.qkv) == len(layer.gate_up) == 1 and layer.head_norms is None for layer in decoder.layers)
-    if not (in_cpp and plain_weights and joined and decoder.held and first.before.weight.dtype in KINDS):
+    if not (in_cpp and plain_weights and joined and decoder.held and first.before.weight.dtype in DTYPES):
         return None
     return FusedStep(linear, mlp._form.activation)
 

@@ -11,8 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fppo_kernels._cpp import call, kind_of
+from fppo_kernels._cpp import KINDS, call, kind_of
 from fppo_kernels.shapes import Float, Int
+
+DTYPES = frozenset(KINDS)
 
 
 class StepColumns(NamedTuple):
