@@ -234,7 +234,7 @@ def check_contract(
             device=device,
             lacks=implementation.lacks,
             reference=implementation.definition(),
-            tolerance=implementation.tolerance and getattr(torch, implementation.tolerance),
+            tolerance=getattr(torch, implementation.tolerance) if implementation.tolerance else None,
         )
     except LawViolation as violation:
         lines = str(violation).splitlines()
