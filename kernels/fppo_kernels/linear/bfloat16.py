@@ -1,4 +1,4 @@
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 """Linear layers by products in bfloat16, beside float32 weights, for processors that multiply in it.
 
 With r(a), a rounded to bfloat16:
