@@ -8,6 +8,7 @@ masks those that are not yet written.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -122,14 +123,9 @@ def plain_steps(
     def of(rows: LiveRows) -> Advance:
         first, bias = _padding(rows, always=policy.scores is not None)
         if decoder is not None and fused is not None and not rows.owned:
-            (cos, sin), hidden_of, starts = fused, decoder.fused_hidden, rows.starts[:, 0].contiguous()
-
-            def advance_fused(tokens: Tensor, column: int) -> Next:
-                where = StepColumns(cos, sin, starts, column, first, bias)
-                hidden = hidden_of(tokens, where, rows.cache, attention_layers)
-                return Next(policy.logits(hidden), hidden)
-
-            return advance_fused
+            starts = rows.starts[:, 0].contiguous()
+            where = StepColumns(*fused, starts, column=0, start=first, bias=bias)
+            return partial(_fused_step, policy, decoder, where, rows.cache, attention_layers)
 
         def advance(tokens: Tensor, column: int) -> Next:
             routes = policy.routes()
@@ -226,6 +222,20 @@ def _hidden_of(
     return lambda tokens, positions, attend, _, own: decoder.hidden(
         tokens[:, 0], rotation.at(positions[:, 0]), attend=attend, attention_layers=attention_layers, own=own
     )
+
+
+def _fused_step(
+    policy: DecodingPolicy,
+    decoder: Decoder,
+    where: StepColumns,
+    cache: caches.Layers,
+    attention_layers: Sequence[AttentionLayer],
+    tokens: Tensor,
+    column: int,
+) -> Next:
+    """Run one more token per row [R] by a decoder that is fused, at a column of the cache."""
+    hidden = decoder.fused_hidden(tokens, where._replace(column=column), cache, attention_layers)
+    return Next(policy.logits(hidden), hidden)
 
 
 def _fused_angles(policy: DecodingPolicy, length: int) -> tuple[Tensor, Tensor] | None:
