@@ -121,8 +121,10 @@ def compare(model: Model, params: Mapping[str, Tensor], ask: Ask, name: str) -> 
     (drafted, accepted), tokens = drafts.sum(0).tolist(), int(rollout.response_mask.sum())
     without, with_drafts = (statistics.median(own) for own in times.values())
     ratio = statistics.median(b / a for a, b in zip(*times.values(), strict=True))
+    alike = (rollouts["without"].tokens == rollout.tokens).all(1).float().mean()  # other rows differ by rounding
     print(
-        f"{name:24s} {without:8.3f} {with_drafts:8.3f} {ratio:6.2f} {tokens / (tokens - accepted):7.2f} {drafted:8d}",
+        f"{name:24s} {without:8.3f} {with_drafts:8.3f} {ratio:6.2f} {tokens / (tokens - accepted):7.2f} {drafted:8d} "
+        f"{alike:6.2f}",
         flush=True,
     )
 
@@ -131,7 +133,7 @@ def main(size: str, *names: str) -> None:
     """Print a line for each number of rows, and for each kind of text, or those in `names`."""
     model, params, prompts = {"small": small, "smol": smol}[size]()
     print(f"{sum(x.numel() for x in params.values()) / 1e6:.1f} M parameters, {NEW} new tokens a row")
-    print(f"{'':24s} {'without':>8s} {'with':>8s} {'ratio':>6s} {'a pass':>7s} {'drafted':>8s}")
+    print(f"{'':24s} {'without':>8s} {'with':>8s} {'ratio':>6s} {'a pass':>7s} {'drafted':>8s} {'alike':>6s}")
     kinds = {"repeats": Sampling(greedy=True, max_tokens=NEW), "new": Sampling(max_tokens=NEW)}
     kinds |= {
         f"again at {t:g}": Sampling(temperature=t, max_tokens=NEW) for t in (0.3, 1.0) if size == "smol" or t == 1
