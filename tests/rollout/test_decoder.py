@@ -70,7 +70,7 @@ IN_CPP = dict.fromkeys(("rms_norm", "rotary", "glu", "decode_attention"), "cpp")
 
 
 @pytest.mark.skipif(table.needs_cpp() is not None, reason="no kernels in C++")
-@pytest.mark.parametrize("linear", ["torch", "onednn"])
+@pytest.mark.parametrize("linear", ["torch", "onednn", "cpp"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama3-rope", "mistral", "qwen2"])
 def test_steps_with_all_kernels_in_cpp_are_one_call_between_two_products_and_draw_the_same_bits(
