@@ -161,7 +161,7 @@ class ModelSettings:
     log_probs: str = setting("auto", nonempty("give the name of a log-prob kernel, as chunked, or auto"))
     """The kernel for log-probs: auto, chunked, cpp, reference, compiled, liger, triton, fixed; or module:function."""
     linear: str = setting("auto", nonempty("give the name of a kernel for linear layers, as torch, or auto"))
-    """The kernel for linear layers: auto, torch; onednn, cpp, bfloat16 (CPUs); float8, fixed (GPUs); module:function."""
+    """Linear layers: auto, torch; onednn, cpp, bfloat16 (on CPUs); float8, fixed (on GPUs); or module:function."""
     rms_norm: str = setting("auto", nonempty("give the name of a kernel for RMSNorm, as eager, or auto"))
     """The kernel for RMSNorm: auto, eager (the model's own code), torch, cpp, liger, triton; or module:function."""
     add_rms_norm: str = setting("auto", nonempty("give the name of a kernel for RMSNorm of a sum, as eager, or auto"))
