@@ -45,7 +45,7 @@ def test_a_program_whose_build_was_cut_off_is_built_again_and_what_fails_is_one_
         programs.append(program)
         if cut_off:
             raise KeyboardInterrupt
-        if "turn_" in program and not spared:
+        if "turn_##NAME" in program and not spared:
             raise RuntimeError("C++ compile error\n\nCommand:\ng++ x\n\nx.cpp:3:1: error: no such thing\nnote: y")
         return len(programs)
 
