@@ -186,7 +186,7 @@ def test_the_bench_of_engines_asks_prompts_of_many_lengths_and_counts_products(m
         assert (mask.int().diff(dim=1) >= 0).all()  # padding stands on the left
     # the products alone
     model, params = rollout.make("1M")
-    monkeypatch.setattr(rollout, "_product", lambda rows, weights: rows * sum(x.numel() for x in weights))
+    monkeypatch.setattr(rollout, "_product", lambda rows, weights, clock: rows * sum(x.numel() for x in weights))
     head, matrices = 2048 * 128, sum(x.numel() for x in params.values() if x.dim() == 2)  # the head is the embedding
     assert rollout.products(model, params) == 64 * (127 * (matrices - head) + 64 * head)  # the last token goes nowhere
 
