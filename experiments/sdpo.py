@@ -25,7 +25,7 @@ def checker(sample: rewards.Sample) -> dict:
     return {"score": 1.0} if sample.response == sample.ground_truth else {"score": 0.0, "feedback": "!"}
 
 
-def run(by: str, seed: int, start, steps: int, lr: float, decay: float) -> list[float]:
+def run(by: str, seed: int, start, steps: int, lr: float = 5e-4, decay: float = 0.99) -> list[float]:
     texts = [x.prompt for x in SUMS]
     prompts = data.prompt_set(texts, TOKENIZER, ground_truths=[x.answer for x in SUMS], sources="sums")
     given = {"reward": rewards.inline_reward(checker), "sampling": Sampling(max_tokens=3, n=4), "batch_size": 64}
@@ -43,13 +43,12 @@ def run(by: str, seed: int, start, steps: int, lr: float, decay: float) -> list[
     return [metrics.report(evaluate(x, **how))["val-core/sums/reward/mean@1"] for x in kept]
 
 
-def main(seeds: int = 5, first: int = 10, steps: int = 12, mistakes: float = 0.95, decay: float = 0.99):
+def main(seeds: int = 5, first: int = 10, steps: int = 12, warm_up: int = 200, mistakes: float = 0.95):
     model, learn = quickstart.small_model(len(TOKENIZER), width=32, layers=1), partial(quickstart.warm_up, lr=1e-2)
-    how = {"train": [*SUMS, *TOLD], "tokenizer": TOKENIZER, "steps": 200, "batch_size": 128, "mistakes": mistakes}
+    how = {"train": [*SUMS, *TOLD], "tokenizer": TOKENIZER, "steps": warm_up, "batch_size": 128, "mistakes": mistakes}
     begin = lambda key: learn(Forward(model), models.init_params(model, key.fold("init")), key=key, **how)  # noqa: E731
     starts = {seed: (model, begin(Key(seed))) for seed in range(first, first + seeds)}
-    rates = {"sdpo": 5e-4, "rloo": 5e-4}  # of the best means over the steps on seeds 100 to 102
-    found = {by: [run(by, *each, steps, lr, decay) for each in starts.items()] for by, lr in rates.items()}
+    found = {by: [run(by, *each, steps) for each in starts.items()] for by in ("sdpo", "rloo")}
     found["more"] = [[a - b for a, b in zip(*each)] for each in zip(*found.values())]
     for by, rows in found.items():
         rows = [[*row, mean(row[1:])] for row in rows]

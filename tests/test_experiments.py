@@ -20,7 +20,7 @@ import torch
 from PIL import Image, ImageColor
 
 import fppo
-from fppo import quickstart, rewards, tree
+from fppo import models, quickstart, rewards, tree
 from fppo.key import Key
 from fppo.laws import updates
 from fppo.rollout.turns.tools import evaluate
@@ -293,11 +293,14 @@ def test_sdpo(capsys):
 
 
 @pytest.mark.slow
-def test_entropy(warm, tmp_path, capsys):
-    _load("entropy").main(steps=3, skip=1, prompts=4, n=2, out=str(tmp_path))
-    lines = capsys.readouterr().out.splitlines()[-3:]
-    assert re.search(r"% within a tenth of .*% off, from step 2", lines[0])
-    assert lines[1].startswith("entropy 1.25")  # of the target, at the first step
+def test_entropy(warmed_up, tmp_path, capsys):
+    tokenizer, model, params = warmed_up
+    models.save(model, params, tmp_path / "task" / quickstart.MODEL, tokenizer=tokenizer)
+    _load("entropy").main(steps=12, skip=1, prompts=4, out=str(tmp_path))
+    lines = capsys.readouterr().out.splitlines()[-4:]
+    for line, what in zip(lines, ("steps", "means of ten"), strict=False):
+        assert re.fullmatch(rf"{what}: \d+% within a tenth, [\d.]+% off", line)
+    assert lines[3].startswith("1.25 ")  # of the target, at the first step
 
 
 def test_best_of_n_takes_the_first_of_the_best_rows():
