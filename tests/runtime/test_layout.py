@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fppo.runtime.layout import Box, Cut, Extent, Layout, boxes
+from fppo.runtime.layout import Box, Cut, Extent, Layout, block_of, boxes, divided
 from fppo.runtime.mesh import gradient_sum
 from fppo.runtime.parts import Part
 from fppo.runtime.simulate import simulate
@@ -205,3 +205,14 @@ def test_the_first_rank_with_a_part_is_the_first_of_those_that_hold_it(ranks, pa
     cut = Cut(0, min(parts, ranks), (9,))
     held = [cut.part(rank, ranks) for rank in range(ranks)]
     assert [cut.first(part, ranks) for part in range(cut.parts)] == [held.index(part) for part in range(cut.parts)]
+
+
+def test_a_leaf_of_blocks_is_cut_as_its_parameter_where_every_run_ends_with_a_block():
+    """Two runs of 6 numbers make a part of 12: blocks of 4 divide the part, and not its runs."""
+    whole = Extent(torch.Size((2, 24)), Cut(1, 2, (12, 12)))
+    assert divided("w", whole, 1, 3) == Extent(torch.Size((2, 8)), Cut(1, 2, (4, 4)))
+    with pytest.raises(ValueError, match=r"w of shape \(2, 24\): blocks of 4 do not fit axis 1"):
+        divided("w", whole, 1, 4)
+    assert divided("w", torch.Size((2, 24)), 1, 4) == torch.Size((2, 6))
+    assert block_of((2, 24), (2, 6)) == (1, 4)
+    assert block_of((2, 24), (2, 5)) is block_of((2, 24), (1, 6)) is block_of((2, 24), (24,)) is None
