@@ -164,8 +164,8 @@ def check_kernel(
     default none, but "key_lengths" for attention without that keyword. A kernel that rounds its operands gives its own
     `reference`, a differentiable function of the same arguments in float64, as
     `fppo_kernels.linear.float8_reference.reference`. One that rounds its results to a narrower dtype gives it as
-    `tolerance`. `wide` is the width of heads and hidden states in examples; None:
-    16 on a GPU, and the small widths of the examples on a CPU.
+    `tolerance`. `wide` is the width of heads and hidden states in examples; None: 16 on a GPU, and the
+    small widths of the examples on a CPU.
 
     Returns True if the kernel was checked and holds, and False if nothing was checked: the kernel lacks a feature that
     all examples need, or it is one for "gae" on a GPU. Raises ValueError for another operation or dtype.

@@ -27,7 +27,7 @@ from fppo_kernels.collectives import Axis, all_reduce
 from fppo_kernels.decode_attention.steps import DTYPES, StepColumns, add_norm_step, attend_step, glu_step
 from fppo_kernels.linear.bfloat16 import bfloat16, rounded
 from fppo_kernels.linear.cpp import Joined, cpp, joined
-from fppo_kernels.linear.onednn import is_plain, onednn, packed
+from fppo_kernels.linear.onednn import is_plain, onednn, packed, stacked
 from fppo_kernels.linear.plain import plain
 from fppo_kernels.rotary.eager import eager
 from fppo_kernels.table import BUILTIN
@@ -285,7 +285,7 @@ def decoder_of(
     size = sum(x.numel() * x.element_size() for x in base.layers.parameters())
     attention, embedding = base.layers[0].self_attn, base.embed_tokens
     width = attention.head_dim
-    copied = (packing_of(linear, size) if packs else None) or (_joined if size <= JOINED else None)
+    copied = (packing_of(linear, size) if packs else None) or (stacked if size <= JOINED else None)
     made = Decoder(
         embedding=_Embedding(embedding.weight) if type(embedding) is nn.Embedding else embedding,
         axis=embedding.region.axis if isinstance(embedding, EmbeddingSeam) else Axis(),
@@ -302,8 +302,8 @@ def decoder_of(
 def _fused(
     decoder: Decoder, base: Any, linear: Callable[..., Tensor], decode_attention: Callable[..., Tensor] | None
 ) -> FusedStep | None:
-    """How `fused_hidden` computes; None if a kernel between the products is not in C++, or a layer is of another form
-    than it knows."""
+    """Find out with what `fused_hidden` computes; None if a kernel between the products is not in C++, or a layer is of
+    another form than it knows."""
     first, mlp = decoder.layers[0], _inside(base.layers[0].mlp)
     kernels = {"decode_attention": decode_attention, "rms_norm": first.before.kernel, "rotary": decoder.turn}
     kernels["glu"] = mlp._kernel if isinstance(mlp, GluSeam) else None
@@ -366,10 +366,6 @@ def _glu(mlp: Any) -> Callable[[Tensor, Tensor], Tensor]:
         return partial(mlp._kernel, activation=mlp._form.activation)
     act = mlp.act_fn
     return lambda gate, up: act(gate).mul_(up)
-
-
-def _joined(*weights: Tensor) -> Tensor:
-    return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
 def _product(module: nn.Linear, copied: Packing | None) -> _Product:

@@ -149,7 +149,7 @@ def adamw_8bit(
 
 
 def has_blocks(shape: torch.Size, block_size: int) -> bool:
-    """Whether the moments of a parameter of this shape are in blocks."""
+    """True if the moments of a parameter of this shape are in blocks."""
     return len(shape) > 1 and shape[-1] > 0 and shape[-1] % block_size == 0
 
 

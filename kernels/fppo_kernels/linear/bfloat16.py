@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 from torch.nn import functional as F
 
+from fppo_kernels.linear.onednn import stacked
 from fppo_kernels.shapes import Float
 from fppo_kernels.transforms import refuse
 
@@ -61,10 +62,10 @@ class _Bfloat16Linear(torch.autograd.Function):
 def rounded(*weights: Tensor) -> Tensor:
     """Copy weights [M, H], one below the other, in bfloat16, for products without gradients. Others than plain tensors
     keep their dtype."""
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    weight = stacked(*weights)
     return weight.detach().bfloat16() if type(weight) in (Tensor, Parameter) else weight
 
 
 def multiplies() -> bool:
-    """Whether this processor has products in bfloat16: AVX512-BF16 or AMX."""
+    """True if this processor has products in bfloat16: AVX512-BF16 or AMX."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

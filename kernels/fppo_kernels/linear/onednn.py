@@ -91,6 +91,11 @@ def onednn(
     return product(x, weight, bias)
 
 
+def stacked(*weights: Tensor) -> Tensor:
+    """Join weights [M, H] one below the other; a single one is returned as it is."""
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+
 def packed(*weights: Tensor) -> Tensor:
     """Copy weights [M, H], one below the other, into the layout in which oneDNN multiplies by them fastest, for
     products without gradients.
@@ -98,7 +103,7 @@ def packed(*weights: Tensor) -> Tensor:
     `onednn` takes the copy as a weight. On some processors its results are then rounded differently, so exact rollouts
     pack no weights. A weight that oneDNN does not multiply is returned as it is.
     """
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    weight = stacked(*weights)
     if not (is_plain(weight) and weight.numel() and _multiplies(weight.dtype)):
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACKED_ROWS)
