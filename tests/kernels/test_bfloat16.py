@@ -85,3 +85,4 @@ def test_an_engine_decodes_as_the_trainer_computes(allowed):
     forward = Forward(model, kernels=kernels)
     trained = compute_log_probs(params, rollout, forward=forward, micro_batching=MicroBatching(size=4))
     torch.testing.assert_close(rollout.rollout_log_probs, trained, rtol=0, atol=0.02)
+    assert (rollout.rollout_log_probs - trained).abs().median() < 1e-4  # 3e-3 with a rounded head

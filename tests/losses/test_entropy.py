@@ -70,6 +70,14 @@ def test_noise_alone_keeps_no_bonus_above_the_target():
     assert max(coefs) < 0.001
 
 
+def test_a_bound_that_holds_for_long_is_left_at_once():
+    state = losses.EntropyState(coef=0.0)
+    for _ in range(200):
+        state = losses.update_entropy(state, metrics.mean(0.48), target=0.24)
+    assert float(state.coef) == 0
+    assert float(losses.update_entropy(state, metrics.mean(0.12), target=0.24).coef) > 0.01
+
+
 def test_impossible_rules_are_named():
     state, entropy = losses.EntropyState(coef=0.0), metrics.mean(0.3)
     for changes, words in (
