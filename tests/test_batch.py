@@ -266,6 +266,7 @@ def full(count: int, left_out: tuple[str, ...] = ()) -> Experience:
         "teacher_top_log_probs": torch.randn(count, length, 3, generator=g),
         "taught": torch.rand(count, generator=g) < 0.5,
         "observed": Column([list(range(i)) for i in range(count)]),
+        "earlier": Column([[list(range(i)), [7]] for i in range(count)]),
         "named_scores": {"a": torch.randn(count, generator=g), "b.c": torch.randn(count, generator=g)},
         "entropy_mask": torch.rand(count, length, generator=g) < 0.5,
         "entropy_coef": torch.rand(count, generator=g).double(),

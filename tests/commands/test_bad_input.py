@@ -282,7 +282,7 @@ def test_all_that_is_wrong_inside_of_files_is_named_at_once(task, capsys):
         ("--actor.loss.name ppo_clp", "there is no such policy loss; did you mean ppo_clip?"),
         (
             "--actor.optimizer.name adam",
-            "there is no such optimizer; did you mean adamw? there are adamw, sgd, lion, muon and module",
+            "there is no such optimizer; did you mean adamw? there are adamw, adamw_8bit, sgd, lion, muon and module",
         ),
         ("--model.log-probs chunkd", "model.log_probs = 'chunkd': there is no such kernel; did you mean chunked?"),
         ("--actor.mini-batch-size 16", "actor.mini_batch_size = 16: must divide rollout.batch_size = 8"),
