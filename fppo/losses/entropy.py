@@ -19,7 +19,7 @@ from fppo.tree import state
 
 UNITS = ("nats", "start")
 QUANTILES = (10, 50, 90)
-_LINEAR = 0.01  # a bonus above it is moved by a part of itself, one below it by a part of this
+_LINEAR = 0.003  # a bonus above it is moved by a part of itself, one below it by a part of this
 _LEAST, _MOST, _PER_OCTAVE = 2.0**-20, 2.0**5, 64  # bounds of the counted entropies in nats, and bins from x to 2 x
 _BINS = round(math.log2(_MOST / _LEAST)) * _PER_OCTAVE + 1
 
@@ -37,7 +37,7 @@ class EntropyState:
     """The controller of the entropy bonus: leaves, 0-d float64, so that checkpoints store it exactly."""
 
     coef: Tensor = attrs.field(converter=_float64)  # the factor of the bonus in the next step
-    level: Tensor = attrs.field(factory=_unknown)  # asinh(coef / 0.01) without the last error; NaN before a step
+    level: Tensor = attrs.field(factory=_unknown)  # asinh(coef / 0.003) without the last error; NaN before a step
     start: Tensor = attrs.field(factory=_unknown)  # the entropy of the first step; NaN before it
 
 
@@ -55,7 +55,7 @@ def update_entropy(
     *,
     target: float,
     unit: str = "nats",
-    rate: float = 0.1,
+    rate: float = 0.2,
     damping: float = 20.0,
     low: float = 0.0,
     high: float = 1.0,
@@ -63,10 +63,10 @@ def update_entropy(
     """The next state of the controller after a step with this mean `entropy` per token, in nats.
 
     A PI controller. With the error e = log(target / entropy), clipped to +-1, its integral is level + rate * e, kept
-    within asinh(low / 0.01) and asinh(high / 0.01), and the factor of the bonus becomes
-    clip(0.01 * sinh(level + damping * rate * e), low, high). So a factor above 0.01 moves by a part of itself, and one
-    `rate` does for policies that need 0.001 and for those that need 0.5. Without `damping` the entropy swings about the
-    target, since the factor moves its slope. See `entropy_target` for `unit`. Without tokens the state stays.
+    within asinh(low / 0.003) and asinh(high / 0.003), and the factor of the bonus becomes
+    clip(0.003 * sinh(level + damping * rate * e), low, high). So a factor above 0.003 moves by a part of itself, and
+    one `rate` does for policies that need 0.001 and for those that need 0.5. Without `damping` the entropy swings about
+    the target, since the factor moves its slope. See `entropy_target` for `unit`. Without tokens the state stays.
     Raises ValueError for another unit, a target or rate that is not above 0, and for low >= high.
     """
     positive("target", target)

@@ -8,8 +8,7 @@ masks those that are not yet written.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -118,14 +117,13 @@ def plain_steps(
     `attention_layers` are the arguments of each layer's attention.
     """
     next_hidden, kernel = _hidden_of(policy, attention_layers, length), policy.kernels.decode_attention
-    decoder, fused = policy.decoder, _fused_angles(policy, length)
+    fused = _fused_steps(policy, attention_layers, length)
 
     def of(rows: LiveRows) -> Advance:
         first, bias = _padding(rows, always=policy.scores is not None)
-        if decoder is not None and fused is not None and not rows.owned:
-            starts = rows.starts[:, 0].contiguous()
-            where = StepColumns(*fused, starts, column=0, start=first, bias=bias)
-            return partial(_fused_step, policy, decoder, where, rows.cache, attention_layers)
+        if fused is not None and not rows.owned:
+            run = fused(rows)
+            return lambda tokens, column: run(tokens, column=column, start=first, bias=bias)
 
         def advance(tokens: Tensor, column: int) -> Next:
             routes = policy.routes()
@@ -148,8 +146,13 @@ def pass_steps(
 ) -> Callable[[LiveRows], AdvanceBy]:
     """`plain_steps` of several tokens of each row in one pass. `LiveRows.own` and `owned` have places in the pass."""
     next_hidden, kernel = _hidden_of(policy, attention_layers, length), policy.kernels.decode_attention
+    fused = _fused_steps(policy, attention_layers, length)
 
     def of(rows: LiveRows) -> AdvanceBy:
+        if fused is not None and not rows.owned:
+            run = fused(rows)
+            return lambda tokens, places: run(tokens, column=int(places.column_numbers.max()), spans=places.spans(None))
+
         def advance(tokens: Tensor, places: caches.PassPlaces) -> Next:
             attend = RowWise(caches.pass_attention(kernel, rows.cache, places), rows.states)
             positions = places.columns[:, None] - rows.starts[places.rows]
@@ -224,26 +227,37 @@ def _hidden_of(
     )
 
 
-def _fused_step(
-    policy: DecodingPolicy,
-    decoder: Decoder,
-    where: StepColumns,
-    cache: caches.Layers,
-    attention_layers: Sequence[AttentionLayer],
-    tokens: Tensor,
-    column: int,
-) -> Next:
-    """Run one more token per row [R] by a decoder that is fused, at a column of the cache."""
-    hidden = decoder.fused_hidden(tokens, where._replace(column=column), cache, attention_layers)
-    return Next(policy.logits(hidden), hidden)
+class _Fused(Protocol):
+    """A step or a pass by a decoder that is fused: tokens [N] at columns of the cache, as in `StepColumns`."""
+
+    def __call__(
+        self, tokens: Tensor, *, column: int, start: int = 0, bias: Tensor | None = None, spans: Tensor | None = None
+    ) -> Next: ...
 
 
-def _fused_angles(policy: DecodingPolicy, length: int) -> tuple[Tensor, Tensor] | None:
-    """Cosines and sines [length, D] for fused steps; None if steps are not fused."""
-    if policy.decoder is None or policy.decoder.fused is None:
+def _fused_steps(
+    policy: DecodingPolicy, attention_layers: Sequence[AttentionLayer], length: int
+) -> Callable[[LiveRows], _Fused] | None:
+    """A function that makes the fused step for given rows; None if steps are not fused."""
+    decoder = policy.decoder
+    if decoder is None or decoder.fused is None:
         return None
-    rotation = policy.decoder.rotation(length)
-    return rotation.cos[:, 0].contiguous(), rotation.sin[:, 0].contiguous()
+    rotation = decoder.rotation(length)
+    angles = rotation.cos[:, 0].contiguous(), rotation.sin[:, 0].contiguous()
+
+    def of(rows: LiveRows) -> _Fused:
+        where = StepColumns(*angles, rows.starts[:, 0].contiguous(), column=0)
+
+        def run(
+            tokens: Tensor, *, column: int, start: int = 0, bias: Tensor | None = None, spans: Tensor | None = None
+        ) -> Next:
+            at = where._replace(column=column, start=start, bias=bias, spans=spans)
+            hidden = decoder.fused_hidden(tokens, at, rows.cache, attention_layers)
+            return Next(policy.logits(hidden), hidden)
+
+        return run
+
+    return of
 
 
 def _padding(rows: LiveRows, *, always: bool) -> tuple[int, Tensor | None]:

@@ -134,8 +134,8 @@ class EntropyControlSettings:
     """The entropy per token to hold, in nats or as a part of the first step's (unit); None: entropy_coef stays."""
     unit: Literal["nats", "start"] = setting("nats")
     """What target is in: nats, or parts of the entropy of the first step."""
-    rate: float = setting(0.1, above(0))
-    """How far asinh(entropy_coef / 0.01) moves in a step, for each unit of log(target / entropy)."""
+    rate: float = setting(0.2, above(0))
+    """How far asinh(entropy_coef / 0.003) moves in a step, for each unit of log(target / entropy)."""
     damping: float = setting(20.0, at_least(0))
     """How many such moves the last step's entropy adds, against swings."""
     low: float = setting(0.0)

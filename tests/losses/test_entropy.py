@@ -37,14 +37,16 @@ def test_the_controller_is_its_formula(entropies, unit, coef):
             if goal == 0:
                 return  # a policy without entropy has none to keep
             now = 1.0 if entropy == 0 else max(-1.0, min(math.log(goal / entropy), 1.0))
-            level = math.asinh(coef / 0.01) if level is None else level
-            level = max(math.asinh(-5), min(level + 0.02 * now, math.asinh(20)))
-            coef = max(-0.05, min(0.01 * math.sinh(level + 3.0 * 0.02 * now), 0.2))
+            level = math.asinh(coef / 0.003) if level is None else level
+            level = max(math.asinh(-0.05 / 0.003), min(level + 0.02 * now, math.asinh(0.2 / 0.003)))
+            coef = max(-0.05, min(0.003 * math.sinh(level + 3.0 * 0.02 * now), 0.2))
         expected = (coef, math.nan if level is None else level, math.nan if start is None else start)
         assert numbers(state) == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
 
 
-@pytest.mark.parametrize(("needed", "fall"), [(0.001, 0.02), (0.001, 0.15), (0.01, 0.05), (0.01, 0.15), (0.3, 0.15)])
+@pytest.mark.parametrize(
+    ("needed", "fall"), [(0.001, 0.02), (0.001, 0.15), (0.01, 0.05), (0.01, 0.15), (0.3, 0.15), (0.13, 0.03)]
+)
 def test_a_target_alone_holds_a_falling_entropy_whatever_factor_it_needs(needed, fall):
     """A policy as a plant: its log-entropy falls by `fall` a step, less and less for a bonus, and by none where the
     factor is `needed`; the optimizer's momentum delays this, and the draw of prompts adds noise of 5 %."""

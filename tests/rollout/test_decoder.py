@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from fppo import models
+from fppo.batch import Column
 from fppo.key import Key
 from fppo.rollout import decoder, embedded
 from fppo.rollout.engine import Ask, Sampling
@@ -66,6 +67,7 @@ def test_a_decoder_with_packed_weights_draws_what_it_draws_with_plain_ones(name,
     assert torch.equal(packed.tokens, tokens)
 
 
+SAMPLING = Sampling(n=2, max_tokens=12, stop_token_ids=(5,))
 IN_CPP = dict.fromkeys(("rms_norm", "rotary", "glu", "decode_attention"), "cpp")
 
 
@@ -76,15 +78,20 @@ IN_CPP = dict.fromkeys(("rms_norm", "rotary", "glu", "decode_attention"), "cpp")
 def test_steps_with_all_kernels_in_cpp_are_one_call_between_two_products_and_draw_the_same_bits(
     name, dtype, linear, monkeypatch
 ):
-    """Rows of equal length and of different ones, of which some end early; Mistral's attention has a window."""
+    """Rows of equal length and of different ones, of which some end early; passes over drafts, after which rows lag
+    behind others. Mistral's attention has a window."""
     model, params = make(name, dtype=dtype)
-    engine = attrs.evolve(engine_of(model), kernels=Kernels.named(**IN_CPP, linear=linear))
+    without = attrs.evolve(engine_of(model), kernels=Kernels.named(**IN_CPP, linear=linear))
     fused, made = [], decoder.decoder_of
     monkeypatch.setattr(
         decoder.Decoder, "fused_hidden", lambda *args, run=decoder.Decoder.fused_hidden: fused.append(1) or run(*args)
     )
-    for lengths in ((4,) * 6, LENGTHS):
-        ask = Ask(make_prompts(lengths), Sampling(n=2, max_tokens=12, stop_token_ids=(5,)), Key(4))
+    prompts = make_prompts(LENGTHS)
+    drawn = without.generate(params, Ask(prompts, SAMPLING, Key(4))).tokens[:, -12:].view(-1, 2, 12)
+    drawn[:, :, 7] = 0  # what is drafted is right but for this
+    earlier = attrs.evolve(prompts, earlier=Column(drawn.tolist()))
+    for asked, drafts in ((make_prompts((4,) * 6), 0), (prompts, 0), (earlier, 4)):
+        ask, engine = Ask(asked, SAMPLING, Key(4)), attrs.evolve(without, draft_tokens=drafts)
         together = engine.generate(params, ask)
         count = len(fused)
         with monkeypatch.context() as patch:
@@ -93,6 +100,7 @@ def test_steps_with_all_kernels_in_cpp_are_one_call_between_two_products_and_dra
         assert len(fused) == count >= 10
         assert torch.equal(together.tokens, apart.tokens)
         assert torch.equal(together.rollout_log_probs, apart.rollout_log_probs)
+        assert not drafts or 0 < int(together.drafts[:, 1].sum()) < int(together.drafts[:, 0].sum())
 
 
 @pytest.mark.parametrize("other", [{"rms_norm": "eager"}, {"rotary": "eager"}, {"glu": "eager"}, {}, None])

@@ -122,25 +122,27 @@ void attend(const Raw* query, const Raw* keys, const Raw* values, const Raw* bia
   }
 }
 
-// Turns the queries and keys of `heads` [rows, queries + 2 keys, width] to each row's position, `column` - starts[row]
-// in the tables of cosines and sines, as rotary/_heads.cpp does; `turned` gets the queries, `column` of the cache the
-// keys and the values.
+// Turns the queries and keys of `heads` [tokens, queries + 2 keys, width] to each token's position, its column -
+// starts[row] in the tables of cosines and sines, as rotary/_heads.cpp does; `turned` gets the queries, the columns of the
+// cache the keys and the values. A token of each row goes to `column`, one with a span to the last column of its span.
 template <typename T, typename Raw>
-void turn_and_put(const Raw* heads, const Raw* cos, const Raw* sin, const int64_t* starts, Raw* turned, Raw* keys,
-                  Raw* values, int64_t rows, int64_t queries, int64_t kv_heads, int64_t columns, int64_t width,
-                  int64_t column, int64_t threads) {
+void turn_and_put(const Raw* heads, const Raw* cos, const Raw* sin, const int64_t* starts, const int64_t* spans,
+                  Raw* turned, Raw* keys, Raw* values, int64_t tokens, int64_t queries, int64_t kv_heads,
+                  int64_t columns, int64_t width, int64_t column, int64_t threads) {
   const int64_t half = width / 2, count = queries + 2 * kv_heads;
 #pragma omp parallel for num_threads(threads)
-  for (int64_t row = 0; row < rows; ++row) {
-    const Raw *c = cos + (column - starts[row]) * width, *s = sin + (column - starts[row]) * width;
+  for (int64_t token = 0; token < tokens; ++token) {
+    const int64_t row = spans == nullptr ? token : spans[3 * token];
+    const int64_t place = spans == nullptr ? column : spans[3 * token + 2] - 1;
+    const Raw *c = cos + (place - starts[row]) * width, *s = sin + (place - starts[row]) * width;
     for (int64_t head = 0; head < count; ++head) {
-      const Raw* x = heads + (row * count + head) * width;
-      const int64_t own = (row * kv_heads + (head - queries) % kv_heads) * columns + column;
+      const Raw* x = heads + (token * count + head) * width;
+      const int64_t own = (row * kv_heads + (head - queries) % kv_heads) * columns + place;
       if (head >= queries + kv_heads) {
         std::copy(x, x + width, values + own * width);
         continue;
       }
-      Raw* out = head < queries ? turned + (row * queries + head) * width : keys + own * width;
+      Raw* out = head < queries ? turned + (token * queries + head) * width : keys + own * width;
 #pragma omp simd
       for (int64_t j = 0; j < half; ++j) {
         const T a = widen(x[j]), b = widen(x[half + j]), cosine = widen(c[j]), sine = widen(s[j]);
@@ -161,13 +163,14 @@ void turn_and_put(const Raw* heads, const Raw* cos, const Raw* sin, const int64_
     attend<T>(query, keys, values, bias, sinks, spans, out, tokens, heads, groups, columns, width, value_width, start, \
               end, T(scale), T(softcap), threads);                                                                     \
   }                                                                                                                    \
-  extern "C" void step_##NAME(const RAW* heads, const RAW* cos, const RAW* sin, const int64_t* starts, RAW* keys,      \
-                              RAW* values, const RAW* bias, const T* sinks, RAW* turned, RAW* out, int64_t rows,       \
-                              int64_t kv_heads, int64_t groups, int64_t columns, int64_t width, int64_t start,         \
-                              int64_t column, double scale, double softcap, int64_t threads) {                         \
-    turn_and_put<T>(heads, cos, sin, starts, turned, keys, values, rows, kv_heads * groups, kv_heads, columns, width,  \
-                    column, threads);                                                                                  \
-    attend<T>(turned, keys, values, bias, sinks, nullptr, out, rows, kv_heads, groups, columns, width, width, start,   \
+  extern "C" void step_##NAME(const RAW* heads, const RAW* cos, const RAW* sin, const int64_t* starts,                 \
+                              const int64_t* spans, RAW* keys, RAW* values, const RAW* bias, const T* sinks,           \
+                              RAW* turned, RAW* out, int64_t tokens, int64_t kv_heads, int64_t groups,                 \
+                              int64_t columns, int64_t width, int64_t start, int64_t column, double scale,             \
+                              double softcap, int64_t threads) {                                                       \
+    turn_and_put<T>(heads, cos, sin, starts, spans, turned, keys, values, tokens, kv_heads * groups, kv_heads,         \
+                    columns, width, column, threads);                                                                  \
+    attend<T>(turned, keys, values, bias, sinks, spans, out, tokens, kv_heads, groups, columns, width, width, start,   \
               column + 1, T(scale), T(softcap), threads);                                                              \
   }
 

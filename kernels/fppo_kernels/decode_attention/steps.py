@@ -1,4 +1,4 @@
-"""One token of each row between the products of a decoder layer: three functions in C++, each in one call.
+"""Tokens of rows between the products of a decoder layer: three functions in C++, each in one call.
 
 They compute what rotary/cpp, decode_attention/cpp, rms_norm/cpp and glu/cpp compute, bit for bit, without a gradient. A
 small model spends more time on the calls of those kernels than in them.
@@ -18,22 +18,32 @@ DTYPES = frozenset(KINDS)
 
 
 class StepColumns(NamedTuple):
-    """The columns of a cache that a step writes and reads, and the rotations of positions 0, 1, ..."""
+    """The columns of a cache that a step writes and reads, and the rotations of positions 0, 1, ...
+
+    Without `spans` a step runs a token of each row. Else it runs N tokens, each of which is written to the last column
+    that it reads.
+    """
 
     cos: Float[Tensor, "p d"]
     sin: Float[Tensor, "p d"]
     starts: Int[Tensor, " r"]  # int64; column - starts is a row's position
-    column: int  # of the new token
-    start: int  # the first column that is read
-    bias: Float[Tensor, "r c"] | None  # -inf at padding
+    column: int  # of the new token, or the last of all
+    start: int = 0  # the first column that is read
+    bias: Float[Tensor, "r c"] | None = None  # -inf at padding
+    spans: Int[Tensor, "n 3"] | None = None  # int64; a token's row, its first column, and the end of its last one
 
     def behind(self, window: int | None) -> StepColumns:
         """These columns, of which only the last `window` are read."""
-        return self if window is None else self._replace(start=max(self.start, self.column + 1 - window))
+        if window is None:
+            return self
+        if self.spans is None:
+            return self._replace(start=max(self.start, self.column + 1 - window))
+        rows, firsts, ends = self.spans.unbind(1)
+        return self._replace(spans=torch.stack([rows, firsts.maximum(ends - window), ends], 1))
 
 
 def attend_step(
-    heads: Float[Tensor, "r h d"],
+    heads: Float[Tensor, "n h d"],
     keys: Float[Tensor, "r k c d"],
     values: Float[Tensor, "r k c d"],
     where: StepColumns,
@@ -41,16 +51,16 @@ def attend_step(
     scale: float,
     softcap: float | None = None,
     sinks: Float[Tensor, " q"] | None = None,
-) -> Float[Tensor, "r e"]:
-    """Rotate the queries and keys of `heads`, q queries, k keys and k values of each row; write keys and values to the
-    cache; and return the attention of the queries to it, [R, q * D]. Raises ValueError for dtypes and devices that
+) -> Float[Tensor, "n e"]:
+    """Rotate the queries and keys of `heads`, q queries, k keys and k values of each token; write keys and values to
+    the cache; and return the attention of the queries to it, [N, q * D]. Raises ValueError for dtypes and devices that
     decode_attention/cpp does not take."""
-    kind, (rows, kv_heads, columns, width) = kind_of(heads, keys, values), keys.shape
-    queries = heads.shape[1] - 2 * kv_heads
-    turned, out = heads.new_empty(2, rows, queries * width).unbind()
+    kind, (_, kv_heads, columns, width) = kind_of(heads, keys, values), keys.shape
+    tokens, queries = len(heads), heads.shape[1] - 2 * kv_heads
+    turned, out = heads.new_empty(2, tokens, queries * width).unbind()
     wide = None if sinks is None else sinks.to(torch.promote_types(heads.dtype, torch.float32)).contiguous()
-    tensors = heads, where.cos, where.sin, where.starts, keys, values, where.bias, wide, turned, out
-    sizes = rows, kv_heads, queries // kv_heads, columns, width, where.start, where.column
+    tensors = heads, where.cos, where.sin, where.starts, where.spans, keys, values, where.bias, wide, turned, out
+    sizes = tokens, kv_heads, queries // kv_heads, columns, width, where.start, where.column
     call("decode_attention/_rows.cpp", f"step_{kind}", *tensors, *sizes, float(scale), float(softcap or 0.0))
     return out
 
