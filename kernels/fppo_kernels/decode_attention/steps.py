@@ -46,6 +46,7 @@ def attend_step(
     cache; and return the attention of the queries to it, [R, q * D]. Raises ValueError for dtypes and devices that
     decode_attention/cpp does not take."""
     kind, (rows, kv_heads, columns, width) = kind_of(heads, keys, values), keys.shape
+    heads = heads.contiguous()
     queries = heads.shape[1] - 2 * kv_heads
     turned, out = heads.new_empty(2, rows, queries * width).unbind()
     wide = None if sinks is None else sinks.to(torch.promote_types(heads.dtype, torch.float32)).contiguous()
@@ -59,6 +60,7 @@ def add_norm_step(
     x: Float[Tensor, "r h"], residual: Float[Tensor, "r h"] | None, weight: Float[Tensor, " h"], eps: float
 ) -> Float[Tensor, "r h"]:
     """Compute the root-mean-square norm of x + residual, and write the sum to `residual`; None: the norm of `x`."""
+    x = x.contiguous()
     scales = x.new_empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
     out = torch.empty_like(x)
     tensors = x, residual, weight, out, residual, scales
@@ -68,7 +70,7 @@ def add_norm_step(
 
 def glu_step(both: Float[Tensor, "r i"], activation: str) -> Float[Tensor, "r j"]:
     """Compute activation(gate) * up of rows that have gate and up side by side: [R, 2 J] -> [R, J]."""
-    rows, width = both.shape
+    both, (rows, width) = both.contiguous(), both.shape
     out = both.new_empty(rows, width // 2)
     call("glu/_numbers.cpp", f"{activation}_rows_{kind_of(both)}", both, out, *out.shape)
     return out
