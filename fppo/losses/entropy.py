@@ -66,15 +66,16 @@ def update_entropy(
     within asinh(low / 0.003) and asinh(high / 0.003), and the factor of the bonus becomes
     clip(0.003 * sinh(level + damping * rate * e), low, high). So a factor above 0.003 moves by a part of itself, and
     one `rate` does for policies that need 0.001 and for those that need 0.5. Without `damping` the entropy swings about
-    the target, since the factor moves its slope. See `entropy_target` for `unit`. Without tokens the state stays.
-    Raises ValueError for another unit, a target or rate that is not above 0, and for low >= high.
+    the target, since the factor moves its slope. See `entropy_target` for `unit`. Without tokens, or if the entropy is
+    not finite, the state stays. Raises ValueError for another unit, a target or rate that is not above 0, and for
+    low >= high.
     """
     positive("target", target)
     positive("rate", rate)
     if not low < high:
         raise ValueError(f"low={low}, high={high}: low must be less than high")
-    known = entropy.count.to(state.coef) > 0
     now = entropy.total.to(state.coef) / entropy.count.to(state.coef).clamp(min=1)
+    known = (entropy.count.to(state.coef) > 0) & now.isfinite()
     start = torch.where(state.start.isnan() & known, now, state.start)
     goal = entropy_target(attrs.evolve(state, start=start), target=target, unit=unit)
     error = (goal.clamp(min=1e-9) / now.clamp(min=1e-9)).log().clamp(-1.0, 1.0)

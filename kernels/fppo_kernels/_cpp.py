@@ -89,6 +89,12 @@ def call(path: str, name: str, *arguments: Tensor | int | float | None) -> None:
     _function(path, name, tuple(map(type, arguments)))(*values, torch.get_num_threads())
 
 
+def check_shape(name: str, x: Tensor | None, *shape: int) -> None:
+    """Raise ValueError for a tensor of another shape than a function in C++ reads, which knows no end of its memory."""
+    if x is not None and x.shape != shape:
+        raise ValueError(f"{name} must have the shape {shape}, got {tuple(x.shape)}")
+
+
 KINDS: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"}
 )

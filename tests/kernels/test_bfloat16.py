@@ -53,6 +53,12 @@ def test_operands_are_rounded_and_sums_are_not():
     torch.testing.assert_close(bfloat16(x.detach(), module.rounded(weight), drawn(5)), half, rtol=0, atol=0)
 
 
+def test_one_row_without_a_dimension_of_rows_has_gradients():
+    x, weight = drawn(8).requires_grad_(), drawn(5, 8, seed=1).requires_grad_()
+    one, many = (torch.autograd.grad(bfloat16(each, weight).sum(), [x, weight]) for each in (x, x[None]))
+    assert all(map(torch.equal, one, many))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_other_dtypes_are_refused(dtype, allowed):
     with pytest.raises(ValueError, match="take linear/torch"):

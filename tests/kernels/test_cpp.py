@@ -100,3 +100,38 @@ def test_threads_share_the_numbers_of_a_gated_activation(count):
         out = table.get("glu", name)(*inputs, activation="silu")
         found.append((out.detach(), *torch.autograd.grad(out, inputs, slope)))
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+def _drawn(*shape, **how):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), **how)
+
+
+X, CACHE, ONE = _drawn(2, 8), _drawn(2, 1, 5, 8), {"lengths": make_lengths([6]), "scale": 1.0}
+SPAN = {"start": 0, "end": 5, "scale": 1.0}
+WRONG = {
+    "rms_norm": ((X, X[0, :4]), {"eps": 1e-6}, "weight"),
+    "add_rms_norm": ((X, X[:1], X[0]), {"eps": 1e-6}, "residual"),
+    "glu": ((X, X[:1]), {}, "up"),
+    "rotary": ((_drawn(2, 3, 8), _drawn(1, 3, 8), X, X), {}, "key"),
+    "rotary, angles": ((_drawn(2, 3, 8), _drawn(2, 3, 8), X[:, :4], X[:, :4]), {}, "cos"),
+    "decode_attention": ((_drawn(2, 4, 8), CACHE[:1], CACHE[:1]), SPAN, "query"),
+    "decode_attention, keys": ((_drawn(2, 4, 8), CACHE[..., :4], CACHE), SPAN, "keys"),
+    "decode_attention, heads": ((_drawn(2, 3, 8), _drawn(2, 2, 5, 8), _drawn(2, 2, 5, 8)), SPAN, "query"),
+    "decode_attention, bias": ((_drawn(2, 4, 8), CACHE, CACHE, _drawn(2, 4)), SPAN, "bias"),
+    "decode_attention, end": ((_drawn(2, 4, 8), CACHE, CACHE), {**SPAN, "end": 6}, "end = 6"),
+    "attention": ((_drawn(4, 2, 8), _drawn(4, 1, 8), _drawn(4, 1, 8)), ONE, "query"),
+    "attention, keys": ((_drawn(6, 2, 8), _drawn(3, 1, 8), _drawn(3, 1, 8)), ONE, "key"),
+    "attention, values": ((_drawn(6, 2, 8), _drawn(6, 1, 8), _drawn(5, 1, 8)), ONE, "value"),
+    "gae": ((X, X, torch.ones(2, 16, dtype=torch.bool)), {}, "mask"),
+    "gae, values": ((X, X[:, :1], X > 9), {}, "values"),
+    "gae, mask": ((X, X, torch.ones(2, 8, dtype=torch.int64)), {}, "mask must be bool"),
+}
+
+
+@pytest.mark.usefixtures("unhooked")
+@pytest.mark.skipif(needs_cpp() is not None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", WRONG)
+def test_a_tensor_of_another_size_is_named_before_memory_beyond_it_is_read(name):
+    tensors, options, said = WRONG[name]
+    with pytest.raises(ValueError, match=said):
+        table.get(name.partition(",")[0], "cpp")(*tensors, **options)

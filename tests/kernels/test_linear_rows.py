@@ -43,6 +43,15 @@ def test_operands_have_any_layout_and_rows_any_shape():
         close(found, own, matrix, shift)
 
 
+@pytest.mark.usefixtures("unhooked")
+@pytest.mark.parametrize("shape", [(6,), (1,), (1, 7)])
+def test_a_bias_of_another_size_is_refused(shape):
+    x, weight, bias = drawn((2, 16), (7, 16), shape)
+    for own in (weight, joined(weight[:3], weight[3:])):
+        with pytest.raises(RuntimeError):
+            cpp(x, own, bias)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rows", [1, 2, FEW, FEW + 1, 40])
 def test_joined_weights_give_their_products_side_by_side(rows, dtype):

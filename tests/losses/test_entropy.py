@@ -80,6 +80,17 @@ def test_a_bound_that_holds_for_long_is_left_at_once():
     assert float(losses.update_entropy(state, metrics.mean(0.12), target=0.24).coef) > 0.01
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_step_whose_entropy_is_no_number_leaves_the_controller(number):
+    """The update of such a step is skipped, and the run goes on."""
+    for state in (
+        losses.EntropyState(coef=0.01),
+        losses.update_entropy(losses.EntropyState(coef=0.01), metrics.mean(0.3), target=0.24),
+    ):
+        after = losses.update_entropy(state, metrics.mean(number), target=0.24)
+        assert numbers(after) == pytest.approx(numbers(state), rel=0, abs=0, nan_ok=True)
+
+
 def test_impossible_rules_are_named():
     state, entropy = losses.EntropyState(coef=0.0), metrics.mean(0.3)
     for changes, words in (

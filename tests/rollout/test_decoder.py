@@ -3,6 +3,7 @@
 import attrs
 import pytest
 import torch
+from torch.nn import functional as F
 
 from fppo import models
 from fppo.batch import Column
@@ -101,6 +102,19 @@ def test_steps_with_all_kernels_in_cpp_are_one_call_between_two_products_and_dra
         assert torch.equal(together.tokens, apart.tokens)
         assert torch.equal(together.rollout_log_probs, apart.rollout_log_probs)
         assert not drafts or 0 < int(together.drafts[:, 1].sum()) < int(together.drafts[:, 0].sum())
+
+
+@pytest.mark.skipif(table.needs_cpp() is not None, reason="no kernels in C++")
+def test_a_linear_kernel_of_ones_own_may_return_any_layout():
+    def transposed(x, weight, bias=None):
+        y = (weight @ x.flatten(0, -2).t()).t()
+        return (y if bias is None else y + bias).unflatten(0, x.shape[:-1])
+
+    model, params = make("qwen2")
+    kernels, ask = Kernels.named(**IN_CPP), Ask(make_prompts(LENGTHS), Sampling(max_tokens=5), Key(4))
+    engines = [attrs.evolve(engine_of(model), kernels=attrs.evolve(kernels, linear=x)) for x in (transposed, F.linear)]
+    found, expected = (engine.generate(params, ask) for engine in engines)
+    assert torch.equal(found.tokens, expected.tokens)
 
 
 @pytest.mark.parametrize("other", [{"rms_norm": "eager"}, {"rotary": "eager"}, {"glu": "eager"}, {}, None])

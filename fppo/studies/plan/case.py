@@ -28,6 +28,7 @@ from fppo.models.states import check_rows_whole
 from fppo.models.vision import takes_images
 from fppo.runtime.gguf_files import gguf_of
 from fppo.runtime.mesh import DATA_AXES, SHARD_AXES, Mesh, Sharding
+from fppo.settings.learning import OptimizerSettings
 from fppo_kernels.collectives import Axis
 
 GIB = 1024**3
@@ -236,7 +237,7 @@ class Role:
     compute_dtype: str | None = None
     checkpoint_layers: Recompute | None = None
     offload: str | None = None
-    optimizer: str | None = None
+    optimizer: OptimizerSettings | None = None
     dtype: torch.dtype = torch.float32  # the dtype of its parameters
 
 
@@ -304,7 +305,7 @@ class Case:
     log_probs: str = "chunked"
     packs: bool = False  # whether the embedded engine packs small weights, for oneDNN's products on a CPU
     graphs: bool = False  # whether passes of few tokens are recorded as CUDA graphs, where possible
-    optimizer: str = "adamw"  # or adamw_8bit; all others are planned as adamw
+    optimizer: OptimizerSettings = attrs.field(factory=OptimizerSettings)
     offload: str = "none"  # the state on the host, as model.offload has it
     offload_activations: bool = False  # whether activations wait on the host for the backward pass
     moments_in_files: bool = False  # whether what the host keeps of optimizers is in files

@@ -185,7 +185,6 @@ def _repeated(phases: Sequence[Phase], case: Case) -> list[tuple[Phase, float]]:
 
 
 ROOM = 1.15  # a case is too large if the formula's bytes are over this multiple of a GPU's memory
-_MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 64}  # bytes per trained parameter, with scales of 64 numbers
 _KEPT_LAYER = 10.0  # elements that a layer keeps for its backward pass, per token and width, without the MLP's
 _KEPT_ROWS = 4.0  # and for each chosen expert
 ATTENTION_BACKWARD = 2.5  # FLOPs relative to the forward pass
@@ -216,10 +215,11 @@ class Facts:
     inner: float  # elements per token inside the MLP, or inside a token's chosen experts
     chosen: int  # experts per token; 0 without any
     keys: float  # elements of a token's keys and values relative to its width
+    moments: float  # bytes of the optimizer's state per parameter
 
 
 def facts_of(case: Case, model: Model) -> Facts:
-    """Compute the `Facts` of a model that no axis cuts."""
+    """Compute the `Facts` of a model that no axis cuts, and of the case's optimizer (`Case.at_rest`)."""
     config, routed = model.config, frozenset(experts.expert_names(model))
     inside = {name: shape.numel() for name, shape in model.shapes.items() if model.layer_of(name) is not None}
     others = [shape.numel() for name, shape in model.shapes.items() if name not in inside]
@@ -247,6 +247,7 @@ def facts_of(case: Case, model: Model) -> Facts:
         inner=float(width * max(1, chosen)),
         chosen=chosen,
         keys=2 * (getattr(config, "num_key_value_heads", None) or heads) / heads,
+        moments=sum(passes.moments(case, model.shapes)) / sum(inside.values(), sum(others)),
     )
 
 
@@ -295,7 +296,7 @@ def _rest(case: Case, name: str, facts: Facts) -> float:
     at = case.at_rest(name)
     each = 0.0 if params_on_host(at.offload) else at.dtype.itemsize
     if name in TRAINED and at.offload == "none":
-        each += _MOMENTS[at.optimizer]
+        each += facts.moments
     return each * _own(case, facts)
 
 

@@ -9,7 +9,6 @@ from types import MappingProxyType
 import attrs
 import torch
 
-from fppo import tree
 from fppo.rollout.pool import Policy
 from fppo.rollout.sync import pieces
 from fppo.runtime.checkpoint import STAGE_BYTES
@@ -92,7 +91,7 @@ def state_of(case: Case, built: Built) -> dict[str, tuple[bool, list[int]]]:
         sizes = _nbytes(shard_shapes(at, model, built).values(), at.dtype)
         found[f"{name}'s parameters"] = params_on_host(at.offload), sizes
         if name in TRAINED:
-            found[f"{name}'s {OPTIMIZER}"] = at.offload != "none", moments(at, name, built)
+            found[f"{name}'s {OPTIMIZER}"] = at.offload != "none", passes.moments(at, shard_shapes(at, name, built))
     return found
 
 
@@ -156,13 +155,6 @@ def _fullest(case: Case, built: Built, width: int, budget: int) -> int:
     shapes = built.model(case, "actor").plain.whole_shapes
     sizes = {name: shape.numel() * width for name, shape in shapes.items()}
     return max(sum(sizes[name] for name in piece) for piece in pieces(sizes, budget))
-
-
-def moments(case: Case, name: str, built: Built) -> list[int]:
-    """Bytes of each tensor of a model's optimizer state on a rank, without 0-d tensors."""
-    params = {name: torch.empty(shape, device="meta") for name, shape in shard_shapes(case, name, built).items()}
-    optimizer = passes.optimizer_of(attrs.evolve(case, offload="none"))  # the bytes are the same on the host
-    return [x.nbytes for x in tree.tensors(optimizer.init(params)) if x.dim()]
 
 
 def _nbytes(shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> list[int]:

@@ -9,6 +9,7 @@ Plans run without a GPU, and count what its kernels hold. Only in these places t
 - attention is the CPU's flash attention through sdpa: the same results are kept; what a GPU's kernel takes inside its
   backward pass is `track.attention_workspace`. For queries that are the last tokens of their sequences the CPU's kernel
   has a mask, which `attention` leaves out.
+- the step of an optimizer that is not AdamW is an elementwise one on the state that its `init` makes.
 - choices of experts are replaced by a load: `sizes_of_load` gives the number of rows for each rank of an expert axis.
 - scratch memory of CPU kernels that torch does not allocate as tensors is not counted.
 """
@@ -29,28 +30,28 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fppo import losses, models, tree
+from fppo.assembly import functions
 from fppo.batch import Column, Experience
 from fppo.models import lora
 from fppo.models.bases import in_codes
 from fppo.models.codes import layout_in_codes
-from fppo.models.model import HeadKind, Model, is_trained
+from fppo.models.model import HeadKind, Model, Params, is_trained
 from fppo.models.quantised import CODES, SCALES
 from fppo.models.regions import Sizes
 from fppo.models.spans import layer_spans
 from fppo.runtime import fsdp
 from fppo.runtime.layout import Layout
 from fppo.runtime.mesh import Mesh
-from fppo.runtime.offload import HostActivations, Lane, Offloaded, by_layer, offloaded_adamw
+from fppo.runtime.offload import HostActivations, Lane, Offloaded, by_layer
 from fppo.runtime.schedule import Action, Schedule, one_f_one_b
 from fppo.settings.model import params_on_host
 from fppo.steps.actor import UpdateActor
-from fppo.steps.adamw_8bit import adamw_8bit
 from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward, compute_log_probs, compute_values
 from fppo.steps.host_step import HostStep, on_host
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizers import Optimizer, adamw, kept_on_host
+from fppo.steps.optimizers import Optimizer, UpdateCall, clipped, kept_on_host
 from fppo.steps.scores import compute_reward_scores
 from fppo.steps.train_state import TrainState, init_state
 from fppo.studies.plan.case import ROLES, Case, with_layers
@@ -366,16 +367,35 @@ class Shelf(Lane):
 
 def optimizer_of(case: Case, lane: Lane = _LANE) -> Optimizer:
     """The optimizer of actor and critic. Its step may be on the host that the lane leads to."""
-    in_blocks = case.optimizer == "adamw_8bit"
+    own = partial(functions.optimizer_of, case.optimizer, 1, setting="optimizer")
+    home = None if case.offload in ("none", "optimizer_step") else _LANE
 
     def make(wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> Optimizer:
-        return adamw_8bit(lambda step: 1e-6) if in_blocks else adamw(lambda step: 1e-6, kernel=wrap(adamw_))
+        if case.optimizer.name == "adamw":
+            return own(kernel=wrap(adamw_), on_host=home)
+        made = own()
+        if case.optimizer.name != "adamw_8bit":
+            made = clipped(made.init, _elementwise_, max_grad_norm=1.0)
+        return made if home is None else kept_on_host(made, home)
 
-    if case.offload == "optimizer_step":
-        return on_host(make, lane)
-    if in_blocks and case.offload != "none":
-        return kept_on_host(make(lambda kernel: kernel), _LANE)
-    return make(lambda kernel: kernel if case.offload == "none" else offloaded_adamw(kernel, _LANE))
+    return on_host(make, lane) if case.offload == "optimizer_step" else make(lambda kernel: kernel)
+
+
+def _elementwise_(params: Params, grads: Params, state: Any, call: UpdateCall) -> Any:
+    """Read gradients, read and write parameters and state, in the place of a step that may need data."""
+    del call
+    for name, x in params.items():
+        x.sub_(grads[name])
+    for x in tree.tensors(state):
+        x.mul_(1)
+    return state
+
+
+def moments(case: Case, shapes: Mapping[str, Sequence[int]]) -> list[int]:
+    """Bytes of each tensor of the optimizer's state for parameters of these shapes, without 0-d tensors."""
+    optimizer = optimizer_of(attrs.evolve(case, offload="none"))  # the bytes are the same on the host
+    params = {name: torch.empty(shape, dtype=case.dtype, device="meta") for name, shape in shapes.items()}
+    return [x.nbytes for x in tree.tensors(optimizer.init(params)) if x.dim()]
 
 
 def stage_of(

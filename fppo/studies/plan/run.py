@@ -16,7 +16,7 @@ from fppo.models.model import build
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.runtime.mesh import Sharding
 from fppo.settings import resolve
-from fppo.settings.learning import ActorSettings, CriticSettings
+from fppo.settings.learning import ActorSettings, CriticSettings, OptimizerSettings
 from fppo.settings.model import LoraSettings, whole_teachers
 from fppo.settings.placement import MeshSettings, pools_of
 from fppo.settings.plan import USUAL, PlanSettings, sizes_of
@@ -147,9 +147,9 @@ def _lora(lora: LoraSettings, rank: int) -> Lora | None:
     return Lora(rank, 1.0, lora.targets, exclude=lora.exclude) if rank else None
 
 
-def _optimizer(section: ActorSettings | CriticSettings) -> str:
-    """The optimizer that a section is planned with."""
-    return "adamw_8bit" if section.optimizer.name == "adamw_8bit" else "adamw"
+def _optimizer(section: ActorSettings | CriticSettings) -> OptimizerSettings:
+    """The optimizer of a section, without its rates, which change no plan."""
+    return OptimizerSettings(name=section.optimizer.name, keywords=section.optimizer.keywords)
 
 
 def _roles(of: TrainSettings, length: int, together: float) -> dict[str, Role]:

@@ -206,7 +206,7 @@ def _too_large(case: Case, built: Built) -> bool:
     to adapters and pools: for these the answer is False."""
     if case.lora is not None or case.only is not None:
         return False
-    facts = {name: facts_of(case, built.model(case, name)) for name in models_of(case)}
+    facts = {name: facts_of(case.at_rest(name), built.model(case, name)) for name in models_of(case)}
     return rough(case, facts).memory > ROOM * case.hardware.memory
 
 
@@ -296,7 +296,7 @@ def search(case: Case, ranks: int, sequences: int) -> SearchResult:
     A step has `sequences` sequences on each mesh, in passes of at most the case's tokens.
     """
     built = Built()
-    facts = {name: facts_of(case, built.model(case, name)) for name in models_of(case)}
+    facts = {name: facts_of(case.at_rest(name), built.model(case, name)) for name in models_of(case)}
     refused: Counter[str] = Counter()
     every: list[Candidate] = []
     divides = functools.cache(lambda *sizes: _undivided(case, *sizes))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fppo_kernels._cpp import call, kind_of
+from fppo_kernels._cpp import call, check_shape, kind_of
 from fppo_kernels.attention.sdpa import sdpa
 from fppo_kernels.padding import Lengths
 from fppo_kernels.shapes import Float
@@ -98,6 +98,11 @@ def cpp(
     are not on the CPU.
     """
     kind_of(query, key, value)
+    (heads, width), kv_heads, keys = query.shape[1:], key.shape[1], sum((key_lengths or lengths).lengths)
+    check_shape("query", query, sum(lengths.lengths), heads // kv_heads * kv_heads, width)
+    check_shape("key", key, keys, kv_heads, width)
+    check_shape("value", value, keys, kv_heads, value.shape[2])
+    check_shape("sinks", sinks, heads)
     sizes = len(lengths.lengths), query.shape[1], *key.shape[1:], value.shape[2]
     numbers = *sizes, window or 0, float(scale), float(softcap or 0.0)
     return run(_PASSES, PackedOptions(numbers, lengths, key_lengths), query, key, value, sinks)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fppo_kernels._cpp import call, kind_of
+from fppo_kernels._cpp import call, check_shape, kind_of
 from fppo_kernels.shapes import Float, Int
 
 
@@ -28,7 +28,14 @@ def cpp(
     """
     query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
     kind = kind_of(query, keys, values, *(() if bias is None else (bias,)))
-    (tokens, heads, width), (_, kv_heads, columns, value_width) = query.shape, values.shape
+    (tokens, heads, width), (rows, kv_heads, columns, value_width) = query.shape, values.shape
+    check_shape("keys", keys, rows, kv_heads, columns, width)
+    check_shape("query", query, rows if spans is None else tokens, heads // kv_heads * kv_heads, width)
+    check_shape("bias", bias, rows, columns)
+    check_shape("sinks", sinks, heads)
+    check_shape("spans", spans, tokens, 3)
+    if not 0 <= start <= end <= columns:
+        raise ValueError(f"start = {start}, end = {end}: give columns of the {columns} that there are")
     out = query.new_empty(tokens, heads, value_width)
     wide = None if sinks is None else sinks.to(torch.promote_types(query.dtype, torch.float32)).contiguous()
     tensors = query, keys, values, None if bias is None else bias.contiguous(), wide, spans, out

@@ -56,7 +56,7 @@ def attend_step(
     the cache; and return the attention of the queries to it, [N, q * D]. Raises ValueError for dtypes and devices that
     decode_attention/cpp does not take."""
     kind, (_, kv_heads, columns, width) = kind_of(heads, keys, values), keys.shape
-    tokens, queries = len(heads), heads.shape[1] - 2 * kv_heads
+    heads, tokens, queries = heads.contiguous(), len(heads), heads.shape[1] - 2 * kv_heads
     turned, out = heads.new_empty(2, tokens, queries * width).unbind()
     wide = None if sinks is None else sinks.to(torch.promote_types(heads.dtype, torch.float32)).contiguous()
     tensors = heads, where.cos, where.sin, where.starts, where.spans, keys, values, where.bias, wide, turned, out
@@ -69,6 +69,7 @@ def add_norm_step(
     x: Float[Tensor, "r h"], residual: Float[Tensor, "r h"] | None, weight: Float[Tensor, " h"], eps: float
 ) -> Float[Tensor, "r h"]:
     """Compute the root-mean-square norm of x + residual, and write the sum to `residual`; None: the norm of `x`."""
+    x = x.contiguous()
     scales = x.new_empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
     out = torch.empty_like(x)
     tensors = x, residual, weight, out, residual, scales
@@ -78,7 +79,7 @@ def add_norm_step(
 
 def glu_step(both: Float[Tensor, "r i"], activation: str) -> Float[Tensor, "r j"]:
     """Compute activation(gate) * up of rows that have gate and up side by side: [R, 2 J] -> [R, J]."""
-    rows, width = both.shape
+    both, (rows, width) = both.contiguous(), both.shape
     out = both.new_empty(rows, width // 2)
     call("glu/_numbers.cpp", f"{activation}_rows_{kind_of(both)}", both, out, *out.shape)
     return out

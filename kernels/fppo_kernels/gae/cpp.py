@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fppo_kernels._cpp import call
+from fppo_kernels._cpp import call, check_shape
 from fppo_kernels.shapes import Bool, Float
 
 
@@ -24,6 +24,10 @@ def cpp(
     """
     if rewards.device.type != "cpu":
         raise ValueError(f"gae/cpp runs on CPUs, got tensors on {rewards.device}; gae/scan runs anywhere")
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool, got {mask.dtype}")
+    for name, x in {"values": values, "mask": mask}.items():
+        check_shape(name, x, *rewards.shape)
     dtype, gamma, lam = torch.promote_types(rewards.dtype, values.dtype), float(gamma), float(lam)
     wide = torch.promote_types(dtype, torch.float32)
     rewards, values = (x.detach().to(wide).contiguous() for x in (rewards, values))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fppo_kernels._cpp import call, kind_of
+from fppo_kernels._cpp import call, check_shape, kind_of
 from fppo_kernels.glu.eager import ACTIVATIONS, eager
 from fppo_kernels.shapes import Float
 from fppo_kernels.transforms import TwoPass, run
@@ -47,6 +47,7 @@ def cpp(
     on the CPU, and an unknown activation.
     """
     kind_of(gate, up)
+    check_shape("up", up, *gate.shape)
     if activation not in ACTIVATIONS:
         raise ValueError(f"glu/cpp has no activation {activation!r}; it has {list(ACTIVATIONS)}")
     return run(_PASSES, activation, gate.contiguous(), up.contiguous())[0]

@@ -53,7 +53,8 @@ def _fits(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or active() or x.dtype not in KINDS:
         return False
     plain = all(is_plain(each) and each.dtype == x.dtype for each in operands)
-    return plain and all(each.shape[1] == x.shape[-1] and each.is_contiguous() for each in weights)
+    fits = plain and all(each.shape[1:] == x.shape[-1:] and each.is_contiguous() for each in weights)
+    return fits and (bias is None or bias.shape == (sum(each.shape[0] for each in weights),))
 
 
 def _multiplied(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:

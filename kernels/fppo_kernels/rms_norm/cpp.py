@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fppo_kernels._cpp import call, kind_of
+from fppo_kernels._cpp import call, check_shape, kind_of
 from fppo_kernels.rms_norm.eager import NormNumbers, norm_of
 from fppo_kernels.shapes import Float
 from fppo_kernels.transforms import TwoPass, run
@@ -61,6 +61,7 @@ def cpp(
     not on the CPU.
     """
     kind_of(x, weight)
+    check_shape("weight", weight, x.shape[-1])
     rows = x.reshape(-1, x.shape[-1])
     return run(_NORM, NormNumbers(eps, offset), rows, None, weight)[0].view(x.shape)
 
@@ -80,6 +81,8 @@ def add_cpp(
     are not on the CPU.
     """
     kind_of(x, residual, weight)
+    check_shape("weight", weight, x.shape[-1])
+    check_shape("residual", residual, *x.shape)
     rows, others = (each.reshape(-1, x.shape[-1]) for each in (x, residual))
     normed, total = run(_ADDED, NormNumbers(eps, offset), rows, others, weight)
     return normed.view(x.shape), total.view(x.shape)

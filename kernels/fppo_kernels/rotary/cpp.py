@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fppo_kernels._cpp import call, kind_of
+from fppo_kernels._cpp import call, check_shape, kind_of
 from fppo_kernels.rotary._turned import turned
 from fppo_kernels.shapes import Float
 
@@ -29,4 +29,8 @@ def cpp(
     Raises ValueError for float16, mixed dtypes, and tensors that are not on the CPU.
     """
     kind_of(query, key, cos, sin)
+    width = query.shape[-1]
+    check_shape("key", key, *query.shape[:-2], key.shape[-2], width)
+    for name, x in {"cos": cos, "sin": sin}.items():
+        check_shape(name, x, *x.shape[:-1], width)
     return turned(query, key, cos, sin, _turn)

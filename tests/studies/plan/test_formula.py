@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from fppo.runtime.schedule import clocked, one_f_one_b
+from fppo.settings.learning import OptimizerSettings
+from fppo.steps.optimizers import adamw, from_function, zeros_like
 from fppo.studies.plan import estimate, passes
 from fppo.studies.plan.case import Role, hardware_of, overhead
 from fppo.studies.plan.estimate import (
@@ -20,8 +22,9 @@ from fppo.studies.plan.estimate import (
     seconds_of,
 )
 from fppo.studies.plan.passes import model_of, models_of
+from fppo.studies.plan.plan import plan
 from fppo.studies.plan.track import Cost, Phase
-from tests.studies.plan.cases import case, mixture
+from tests.studies.plan.cases import at_rest, bare, case, mixture
 
 GPU = hardware_of("h100")
 # of a layer: queries, keys and values with their biases, the output; three matrices of the MLP; two norms
@@ -53,6 +56,7 @@ def test_the_facts_of_a_dense_model():
         inner=512.0,
         chosen=0,
         keys=2 * 2 / 4,
+        moments=8.0,
     )
     assert attrs.asdict(facts["actor"]) == pytest.approx(attrs.asdict(expected))
 
@@ -114,11 +118,53 @@ def test_parameters_and_moments_are_divided_by_the_axes_that_cut_them(mesh, own)
     plain, moments, everything, reference, narrow = (rough(attrs.evolve(what, **x), facts).memory for x in kinds)
     assert [plain - moments, plain - everything] == pytest.approx([8 * own, 12 * own])
     assert [reference - plain, narrow - plain] == pytest.approx([4 * own, 2 * own])
-    eight = [attrs.evolve(what, optimizer="adamw_8bit", **x) for x in kinds[:3]]
-    bytes_of_moments = 2 * (1 + 4 / 64)
-    assert [rough(x, facts).memory - plain for x in eight] == pytest.approx(
-        [(bytes_of_moments - 8) * own, -8 * own, -12 * own]
-    )
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords", "least", "most"),
+    [
+        ("adamw", {}, 8, 8),
+        ("adamw_8bit", {}, 2 + 8 / 64, 2.2),
+        ("adamw_8bit", {"block_size": 32}, 2 + 8 / 32, 2.3),
+        ("adamw_8bit", {"block_size": 1024}, 8, 8),
+        ("sgd", {}, 0, 0),
+        ("sgd", {"momentum": 0.9}, 4, 4),
+        ("lion", {}, 4, 4),
+        ("muon", {}, 4.1, 7.9),
+        (f"{__name__}:averaged", {}, 12, 12),
+    ],
+    ids=str,
+)
+def test_moments_are_those_of_the_optimizers_own_state(name, keywords, least, most):
+    optimizer = OptimizerSettings(name=name, keywords=keywords)
+    what, facts = of(mesh={"shard": 2}, **ALONE, optimizer=optimizer)
+    assert least <= facts["actor"].moments <= most
+    away = attrs.evolve(what, offload="moments")
+    own = 4 * sum(x.numel() for x in model_of(what, "actor").shapes.values()) / 2
+    assert sum(at_rest(what).values()) - sum(at_rest(away).values()) == pytest.approx(facts["actor"].moments * own / 4)
+    assert rough(what, facts).memory - rough(away, facts).memory >= 0.99 * facts["actor"].moments * own / 4
+
+
+@pytest.mark.parametrize("offload", ["none", "moments", "optimizer_step"])
+def test_an_optimizer_whose_step_looks_at_numbers_is_planned(offload):
+    optimizer = OptimizerSettings(name=f"{__name__}:averaged")
+    less, more = (plan(bare(offload=offload, optimizer=x)) for x in (OptimizerSettings(), optimizer))
+    own = sum(x.numel() for x in model_of(more.case, "actor").shapes.values())
+    totals = [sum(x.peak.memory.values()) + sum(x.host.rest.values()) for x in (less, more)]
+    assert 3.99 * own <= totals[1] - totals[0] <= (12 if offload == "moments" else 4.4) * own  # on the way: all of it
+
+
+def averaged(schedule):
+    """AdamW beside an average of the parameters, whose step looks at its numbers."""
+
+    def init(params):
+        return {"adamw": adamw(schedule).init(params), "average": zeros_like(params)}
+
+    def step(params, grads, state, number):
+        assert all(x.isfinite().all() for x in grads.values())
+        return params, state
+
+    return from_function(init, step)
 
 
 def test_experts_are_divided_by_their_own_axis_or_by_the_tensor_axis():

@@ -17,11 +17,12 @@ from fppo.models.experts import expert_names
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.simulate import simulate
 from fppo.runtime.watch import watched
+from fppo.settings.learning import OptimizerSettings
 from fppo.studies.plan import host, passes
 from fppo.studies.plan.case import Role, config_of, hardware_of
 from fppo.studies.plan.estimate import wires
 from fppo.studies.plan.measured import loads_of, measured, prepared
-from fppo.studies.plan.passes import Built, model_of
+from fppo.studies.plan.passes import model_of
 from fppo.studies.plan.plan import plan, shard_numbers
 from fppo.studies.plan.track import Tracker, peak_of
 from fppo_kernels.context import deal
@@ -243,10 +244,10 @@ def test_state_on_the_host_is_planned(offload, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("offload", ["none", "moments", "optimizer_step"])
 def test_moments_in_8_bits_are_planned(offload):
-    what = case(layers=2, mesh={"shard": 2}, offload=offload, optimizer="adamw_8bit", critic=False, reference=False)
-    holds(what, UPDATE)
-    eight, plain = (host.moments(x, "actor", Built()) for x in (what, attrs.evolve(what, optimizer="adamw")))
-    assert 0.25 * sum(plain) < sum(eight) < 0.3 * sum(plain)
+    optimizer = OptimizerSettings(name="adamw_8bit")
+    holds(
+        case(layers=2, mesh={"shard": 2}, offload=offload, optimizer=optimizer, critic=False, reference=False), UPDATE
+    )
 
 
 @pytest.mark.slow
