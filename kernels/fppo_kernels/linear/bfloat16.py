@@ -55,7 +55,7 @@ class _Bfloat16Linear(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None]:
         (x, weight), slope = ctx.saved_tensors, grad.bfloat16()
         d_x = (slope @ weight.bfloat16()).to(grad.dtype) if ctx.needs_input_grad[0] else None
-        rows, inputs = (torch.atleast_2d(each).flatten(0, -2) for each in (slope, x))
+        rows, inputs = slope.reshape(-1, slope.shape[-1]), x.reshape(-1, x.shape[-1])
         return d_x, (rows.t() @ inputs).to(weight.dtype) if ctx.needs_input_grad[1] else None
 
 
