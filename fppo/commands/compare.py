@@ -147,6 +147,5 @@ def _done(settings: TrainSettings) -> bool:
         return False
     before = files.from_dict(files.read_toml(directory / ASKED))
     if differing := files.changes(files.to_dict(before), settings):
-        shown = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in differing.items())
-        raise UsageError(f"{directory} holds a run with other settings ({shown}); give another --out")
+        raise UsageError(f"{directory} holds a run with other settings ({files.shown(differing)}); give another --out")
     return saved.newest(directory) == settings.steps

@@ -39,6 +39,7 @@ from fppo.runs.sample_files import SAMPLES, SampleFiles
 from fppo.runs.starts import CHECKPOINTS, SETTINGS
 from fppo.runs.writer import Checkpoints, Digests
 from fppo.runtime import checkpoint, digests
+from fppo.runtime.checkpoint import UnlikeError
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, is_first, place_on, ranks_on
 from fppo.runtime.remote import Remote
 from fppo.runtime.watch import Watch
@@ -161,10 +162,18 @@ def at(settings: TrainSettings, assembly: AnyAssembly) -> RunState:
 
 def _loaded(settings: TrainSettings, assembly: AnyAssembly, path: Path | None, *, donate: bool = False) -> RunState:
     """The state of the checkpoint at `path`, or the initial state for None. Raises ValueError for a checkpoint of
-    another seed."""
+    another seed, and UnlikeError, with the settings that have changed, for one of another model or other settings."""
     if path is None:
         return assembly.run
-    run = load(assembly, path.parent, checkpoint.step_of(path), donate=donate)
+    try:
+        run = load(assembly, path.parent, checkpoint.step_of(path), donate=donate)
+    except UnlikeError as error:
+        before = starts.before(settings)
+        if before is None or not (changes := files.changes(files.to_dict(before), settings)):
+            raise
+        remedy = "give the earlier values, or another output_dir to start anew"
+        told = f"{files.shown(changes)}: the checkpoint does not fit; {remedy}"
+        raise UnlikeError(f"{told}: {error}") from error
     if run.key != assembly.run.key:
         raise ValueError(
             f"seed = {settings.seed}, but the checkpoint in {path.parent} is of a run with another seed: "
@@ -488,8 +497,7 @@ def _record_start(settings: TrainSettings, assembly: AnyAssembly, step: int, dig
     """Record the settings, code and configs of the steps after `step`, and print changes and missing lines."""
     directory = Path(settings.output_dir)
     if changes := starts.record(settings, step):
-        shown = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes.items())
-        print(f"going on from step {step} with other settings: {shown}", file=sys.stderr)
+        print(f"going on from step {step} with other settings: {files.shown(changes)}", file=sys.stderr)
     if step:
         ranks = ranks_on(assembly.mesh, AXES)
         print(f"going on from step {step} on {'1 process' if ranks == 1 else f'{ranks} processes'}", file=sys.stderr)

@@ -54,6 +54,10 @@ class DamagedError(CheckpointError):
     """Error for a checkpoint whose files are not as they were written."""
 
 
+class UnlikeError(CheckpointError):
+    """Error for a checkpoint of another model or other settings."""
+
+
 @attrs.frozen
 class Contents:
     """The table of contents of a checkpoint, equal on all ranks, as its manifest has it.

@@ -26,7 +26,7 @@ from fppo.key import Key
 from fppo.runtime import _checkpoint_attempt as attempts
 from fppo.runtime import _checkpoint_files as files
 from fppo.runtime._checkpoint_attempt import Attempt, drop_old, misnamed, path_of, place_of, steps
-from fppo.runtime._checkpoint_files import STAGE_BYTES, CheckpointError, Contents, DamagedError, on_host
+from fppo.runtime._checkpoint_files import STAGE_BYTES, CheckpointError, Contents, DamagedError, UnlikeError, on_host
 from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, gather_objects
 from fppo.runtime.parts import Part, holds, overlaps
@@ -341,9 +341,7 @@ def load(
         others = tuple(name[name.rindex("[") :] for name, extent in shapes.items() if not holds(extent, mesh))
         if problems := _mismatches(expected, wanted, manifest, part, (*others, *optional), away):
             shown = "; ".join(problems[:5])
-            raise CheckpointError(
-                f"{path} is of another model or other settings: {len(problems)} leaves differ: {shown}"
-            )
+            raise UnlikeError(f"{path} is of another model or other settings: {len(problems)} leaves differ: {shown}")
         if donate:
             tensors = dict(zip(tensors, tree.tensors(tree.donate(list(tensors.values()))), strict=True))
         loaded: dict[str, Any] = {name: _memory(x, device, donated=donate) for name, x in tensors.items()}

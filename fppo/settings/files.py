@@ -321,6 +321,11 @@ def changes(old: Mapping[str, Any], new: TrainSettings) -> dict[str, tuple[Any, 
     return {name: (before.get(name), now.get(name)) for name in names if before.get(name) != now.get(name)}
 
 
+def shown(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """Write changes, (old, new) by path, as text."""
+    return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes.items())
+
+
 def _moves(values: Mapping[str, Any], directory: str | os.PathLike[str]) -> dict[str, Any]:
     """New values, by path, of the settings that name files and directories, for a run that has been moved to
     `directory`."""

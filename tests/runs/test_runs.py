@@ -474,6 +474,13 @@ def test_resuming_refuses_what_would_mix_runs(task, plain, tmp_path):
         _run(task, tmp_path, "new", resume="must")
 
 
+def test_resuming_with_another_optimizer_names_the_setting(task, plain, tmp_path):
+    shutil.copytree(plain, tmp_path / "run")
+    message = r"^actor.optimizer.name adamw -> adamw_8bit: .*give the earlier values, or another output_dir"
+    with pytest.raises(checkpoint.CheckpointError, match=message):
+        _run(task, tmp_path, "run", actor__optimizer__name="adamw_8bit")
+
+
 def exploding(log_probs, old_log_probs, advantages, mask):
     """A loss whose gradient is not finite in some mini-batches."""
     per_token, report = losses.ppo_clip(log_probs, old_log_probs, advantages, mask)
