@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -290,7 +290,7 @@ def check_kernels(names: Mapping[str, str], model: Model, axes: AxesSettings) ->
     attention = models.attention_needs(model) | ({"key_lengths"} if gathers else set())
     needs = {"attention": attention, **dict.fromkeys(("decode_attention", "log_probs", *tables.INSIDE), ())}
     for op, features in needs.items():
-        tables.get(op, names[f"model.{op}"], needs={*features, dtype}, table=table)
+        _kernel(f"model.{op}", names[f"model.{op}"], table, {*features, dtype})
     model.own_skeleton(inner_of(kernels_of(names)), compiled=model.compile_layers)
 
 
@@ -312,8 +312,18 @@ def with_own(table: tables.Table, op: str, name: str, place: str, setting: str) 
 
 def kernels_of(names: Mapping[str, str]) -> Kernels:
     """The kernels that settings name; `names` has each kernel's name by setting (`settings.modules.kernels_named`)."""
-    named = {setting.rpartition(".")[2]: name for setting, name in names.items()}
-    return Kernels.named(**named, table=kernel_table(names))
+    table = kernel_table(names)
+    found = {setting.rpartition(".")[2]: _kernel(setting, name, table) for setting, name in names.items()}
+    return attrs.evolve(Kernels.named(), **found)
+
+
+def _kernel(setting: str, name: str, table: tables.Table, needs: Collection[str] = ()) -> Callable[..., Any]:
+    """The kernel that a setting names. Raises ValueError, naming the setting, for an unknown kernel, and for one that
+    cannot run here or lacks what it `needs`."""
+    try:
+        return tables.get(setting.rpartition(".")[2], name, needs=needs, table=table)
+    except ValueError as error:
+        raise ValueError(f"{setting} = {name!r}: {error}") from error
 
 
 @attrs.frozen

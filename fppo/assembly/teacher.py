@@ -114,7 +114,7 @@ def prompt_of_teacher(section: DataSettings, tokenizer: PreTrainedTokenizerBase)
 
     def encode(prompt: TeacherPrompt) -> list[int]:
         if not section.chat and not isinstance(prompt, str):
-            raise ValueError("messages need data.chat = true; return text")
+            raise ValueError("messages need data.chat = true" if isinstance(prompt, list) else f"got {prompt!r:.100}")
         if not section.chat:
             return encode_text(tokenizer, str(prompt))
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -1,4 +1,5 @@
-"""Complaints about the first step of a run: responses that are cut, and scores that tell nothing apart."""
+"""Complaints about the first step of a run: responses that are cut, teachers that no response has, and scores that tell
+nothing apart."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class FirstStep:
 
 
 def complaints(rows: Scored, settings: TrainSettings) -> list[str]:
-    """The faults of a batch as a whole, a text each: most responses were cut, or their scores are all alike or 0."""
+    """The faults of a batch as a whole, a text each: most responses were cut, none is taught, or their scores are all
+    alike or 0."""
     cut, count = sum(end == "length" for end in rows.finish), len(rows.finish)
     found: list[str] = []
     if 2 * cut > count:
@@ -32,6 +34,11 @@ def complaints(rows: Scored, settings: TrainSettings) -> list[str]:
             limits.append(f"rollout.turns.turn_tokens = {rollout.turns.turn_tokens}")
         ends = "; a cut turn ends its episode" if settings.in_turns else ""
         found.append(f"{cut} of {count} responses were cut at {' or '.join(limits)}{ends}: give more, or mend the end")
+    if rows.taught is not None and not rows.taught.any():
+        limit = f"data.teacher_prompt_tokens = {settings.data.teacher_prompt_tokens}"
+        found.append(
+            f"no response is taught: data.teacher_prompt returned None for each, or a prompt longer than {limit}"
+        )
     scores = rows.outcome[~rows.outcome.isnan()]
     if not settings.has_reward or len(scores) < 2:
         return found

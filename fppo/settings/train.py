@@ -81,7 +81,7 @@ class DataSettings:
     teacher_prompt: str | None = setting(None)
     """What a teacher reads in place of prompt: a field, a template, or module:function of responses; None: prompt."""
     teacher_prompt_tokens: int = setting(4096, at_least(1), at_most(MOST_TOKENS))
-    """The longest of these, in tokens; longer ones are an error."""
+    """The longest of these, in tokens; longer ones are an error, but of a function they teach nothing."""
     chat: bool = setting(False)
     """Put the prompt, a text or a list of messages, through the tokenizer's chat template."""
     chat_template: str | None = setting(None, place)

@@ -119,6 +119,15 @@ def test_every_kernel_of_ones_own_is_in_the_table():
     assert all(table[op][name] is kernel for op, each in tables.BUILTIN.items() for name, kernel in each.items())
 
 
+def test_a_kernel_that_is_unknown_or_cannot_run_here_is_named_by_its_setting():
+    with pytest.raises(ValueError, match=r"^model.linear = 'ccp': no kernel linear/ccp; there are .*cpp"):
+        parts.kernels_of({"model.linear": "ccp"})
+    for name, kernel in tables.BUILTIN["attention"].items():
+        if kernel.refuse() is not None:
+            with pytest.raises(ValueError, match=rf"^model.attention = '{name}': .*cannot run here: .*there are"):
+                parts.kernels_of({"model.attention": name})
+
+
 @pytest.mark.parametrize(
     ("policy", "critic", "changes", "expected"),
     [

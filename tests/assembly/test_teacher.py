@@ -278,6 +278,31 @@ def test_a_policy_that_teaches_itself_stops_and_goes_on_bit_for_bit_with_its_ave
     assert all("actor/distill_loss" in line for line in steps)
 
 
+def nothing(group, number):
+    """None for each response."""
+
+
+def number_of(group, number):
+    """A number where a prompt is wanted."""
+    return number + 7
+
+
+@pytest.mark.slow
+def test_a_run_says_that_none_of_its_responses_is_taught(task, tmp_path, capsys):
+    changes = {"data.teacher_prompt": f"{__name__}:nothing", "output_dir": str(tmp_path / "run"), "steps": 1}
+    assert actions.train(settings(task, {**ITSELF, **changes})) == 0
+    assert "step 1: no response is taught: data.teacher_prompt returned None for each" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_number_in_place_of_a_teachers_prompt_is_named(task, tmp_path):
+    changes = {"data.teacher_prompt": f"{__name__}:number_of", "output_dir": str(tmp_path / "run")}
+    with pytest.raises(
+        ValueError, match=r"data.teacher_prompt: .* for response 0 to .*: got 7; return text, messages or"
+    ):
+        actions.train(settings(task, {**ITSELF, **changes}))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["shard", "sequence", "pipeline", "group"])
 def test_a_policy_that_teaches_itself_on_a_mesh_or_in_a_pool_does_so_on_a_process(task, tmp_path, axis):

@@ -17,12 +17,13 @@ from tests.rewards.samples import rollout
 NONE = float("nan")
 
 
-def scored(scores, cut=0, outcomes=None):
+def scored(scores, cut=0, outcomes=None, taught=None):
     """Rows with these scores, the first of them cut."""
     ends = Column(["length"] * cut + ["stop"] * (len(scores) - cut))
     rows = rollout(["a"] * len(scores), ["b"] * len(scores), [None] * len(scores))
     columns = {"scores": torch.tensor(scores), "named_scores": {}}
     columns["outcomes"] = None if outcomes is None else torch.tensor(outcomes)
+    columns["taught"] = None if taught is None else torch.tensor(taught)
     fields = {name: getattr(rows, name) for name in ("tokens", "attention_mask")} | columns
     return extend(Scored, rows, **(fields | {"finish": ends}))
 
@@ -39,6 +40,8 @@ def scored(scores, cut=0, outcomes=None):
         (scored([-0.5, 0.5], outcomes=[0.0, 1.0]), []),
         (scored([NONE, NONE]), []),
         (scored([1.0]), []),
+        (scored([0.0, 1.0], taught=[False, True]), []),
+        (scored([0.0, 1.0], taught=[False, False]), ["no response is taught: data.teacher_prompt returned None"]),
         (scored([0.0, 0.0], cut=2), ["2 of 2 responses were cut", "all 2 responses"]),
     ],
 )
