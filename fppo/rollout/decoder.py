@@ -226,9 +226,10 @@ class Decoder(NamedTuple):
         x = residual = self.embedding(tokens)
         inner = add_norm_step(x, None, *self.layers[0].before.numbers)
         norms = [*(layer.before for layer in self.layers[1:]), self.norm]
+        behind = {window: where.behind(window) for window in {what.window for what in attention_layers}}
         for number, (layer, what, norm) in enumerate(zip(self.layers, attention_layers, norms, strict=True)):
             heads = linear(inner, *layer.qkv[0]).view(len(x), queries + 2 * keys, width)
-            mixed = attend_step(heads, *cache[number], where.behind(what.window), **what.numbers)
+            mixed = attend_step(heads, *cache[number], behind[what.window], **what.numbers)
             inner = add_norm_step(linear(mixed, *layer.out), residual, *layer.after.numbers)
             inner = glu_step(linear(inner, *layer.gate_up[0]), activation)
             inner = add_norm_step(linear(inner, *layer.down), residual, *norm.numbers)

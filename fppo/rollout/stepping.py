@@ -8,7 +8,7 @@ masks those that are not yet written.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,8 +122,8 @@ def plain_steps(
     def of(rows: LiveRows) -> Advance:
         first, bias = _padding(rows, always=policy.scores is not None)
         if fused is not None and not rows.owned:
-            run = fused(rows)
-            return lambda tokens, column: run(tokens, column=column, start=first, bias=bias)
+            run, where = fused(rows)
+            return lambda tokens, column: run(tokens, where._replace(column=column, start=first, bias=bias))
 
         def advance(tokens: Tensor, column: int) -> Next:
             routes = policy.routes()
@@ -150,8 +150,10 @@ def pass_steps(
 
     def of(rows: LiveRows) -> AdvanceBy:
         if fused is not None and not rows.owned:
-            run = fused(rows)
-            return lambda tokens, places: run(tokens, column=int(places.column_numbers.max()), spans=places.spans(None))
+            run, where = fused(rows)
+            return lambda tokens, places: run(
+                tokens, where._replace(column=int(places.column_numbers.max()), spans=places.spans(None))
+            )
 
         def advance(tokens: Tensor, places: caches.PassPlaces) -> Next:
             attend = RowWise(caches.pass_attention(kernel, rows.cache, places), rows.states)
@@ -227,35 +229,23 @@ def _hidden_of(
     )
 
 
-class _Fused(Protocol):
-    """A step or a pass by a decoder that is fused: tokens [N] at columns of the cache, as in `StepColumns`."""
-
-    def __call__(
-        self, tokens: Tensor, *, column: int, start: int = 0, bias: Tensor | None = None, spans: Tensor | None = None
-    ) -> Next: ...
-
-
 def _fused_steps(
     policy: DecodingPolicy, attention_layers: Sequence[AttentionLayer], length: int
-) -> Callable[[LiveRows], _Fused] | None:
-    """A function that makes the fused step for given rows; None if steps are not fused."""
+) -> Callable[[LiveRows], tuple[Callable[[Tensor, StepColumns], Next], StepColumns]] | None:
+    """A function that makes for given rows the step of a decoder that is fused, of tokens [N] at columns of the cache,
+    and the columns to begin with; None if steps are not fused."""
     decoder = policy.decoder
     if decoder is None or decoder.fused is None:
         return None
     rotation = decoder.rotation(length)
     angles = rotation.cos[:, 0].contiguous(), rotation.sin[:, 0].contiguous()
 
-    def of(rows: LiveRows) -> _Fused:
-        where = StepColumns(*angles, rows.starts[:, 0].contiguous(), column=0)
-
-        def run(
-            tokens: Tensor, *, column: int, start: int = 0, bias: Tensor | None = None, spans: Tensor | None = None
-        ) -> Next:
-            at = where._replace(column=column, start=start, bias=bias, spans=spans)
-            hidden = decoder.fused_hidden(tokens, at, rows.cache, attention_layers)
+    def of(rows: LiveRows) -> tuple[Callable[[Tensor, StepColumns], Next], StepColumns]:
+        def run(tokens: Tensor, where: StepColumns) -> Next:
+            hidden = decoder.fused_hidden(tokens, where, rows.cache, attention_layers)
             return Next(policy.logits(hidden), hidden)
 
-        return run
+        return run, StepColumns(*angles, rows.starts[:, 0].contiguous(), column=0)
 
     return of
 

@@ -102,8 +102,8 @@ def test_threads_share_the_numbers_of_a_gated_activation(count):
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
-def _drawn(*shape, **how):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0), **how)
+def _drawn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 X, CACHE, ONE = _drawn(2, 8), _drawn(2, 1, 5, 8), {"lengths": make_lengths([6]), "scale": 1.0}
