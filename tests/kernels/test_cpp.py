@@ -122,6 +122,8 @@ WRONG = {
     "attention": ((_drawn(4, 2, 8), _drawn(4, 1, 8), _drawn(4, 1, 8)), ONE, "query"),
     "attention, keys": ((_drawn(6, 2, 8), _drawn(3, 1, 8), _drawn(3, 1, 8)), ONE, "key"),
     "attention, values": ((_drawn(6, 2, 8), _drawn(6, 1, 8), _drawn(5, 1, 8)), ONE, "value"),
+    "log_probs": ((_drawn(6, 8), _drawn(9, 8), torch.zeros(5, dtype=torch.int64)), {}, "labels"),
+    "log_probs, bias": ((X, _drawn(9, 8), torch.zeros(2, dtype=torch.int64)), {"bias": X[0]}, "bias"),
     "gae": ((X, X, torch.ones(2, 16, dtype=torch.bool)), {}, "mask"),
     "gae, values": ((X, X[:, :1], X > 9), {}, "values"),
     "gae, mask": ((X, X, torch.ones(2, 8, dtype=torch.int64)), {}, "mask must be bool"),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fppo_kernels._cpp import call, kind_of
+from fppo_kernels._cpp import call, check_shape, kind_of
 from fppo_kernels.collectives import Axis
 from fppo_kernels.log_probs._matmul import matmul
 from fppo_kernels.log_probs._moments import Moments
@@ -71,9 +71,11 @@ def cpp(
     sum_squared: bool = False,
     axis: Axis | None = None,
 ) -> LogProbs:
-    """Compute `chunked` on a CPU, faster after the matrix products. Raises ValueError for other devices."""
+    """Compute `chunked` on a CPU, faster after the matrix products. Raises ValueError for other devices and shapes."""
     if hidden.device.type != "cpu":
         raise ValueError(f"log_probs/cpp runs on CPUs, got tensors on {hidden.device}; log_probs/chunked runs anywhere")
+    check_shape("labels", labels, len(hidden))
+    check_shape("bias", bias, len(weight))
     return chunked(
         hidden,
         weight,
