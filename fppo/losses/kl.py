@@ -130,8 +130,8 @@ def update_kl(
     """The next state of the KL controller after a mean divergence `kl` (`sequence_kl`) over `num_sequences` rows.
 
     "fixed": unchanged. "adaptive": coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon)
-    (arXiv:1909.08593). Without rows the state stays. Raises ValueError for another kind, and for a target or horizon
-    <= 0.
+    (arXiv:1909.08593). Without rows, or if `kl` is NaN, the state stays. Raises ValueError for another kind, and for a
+    target or horizon <= 0.
     """
     if kind not in ("fixed", "adaptive"):
         unknown("kl controller", kind, ("fixed", "adaptive"))
@@ -142,4 +142,5 @@ def update_kl(
     coef = state.coef
     kl, count = _float64(kl).to(coef.device), _float64(num_sequences).to(coef.device)
     error = (kl / target - 1).clamp(-0.2, 0.2)
-    return KLState(coef=torch.where(count > 0, coef * (1 + error * count / horizon), coef))
+    known = (count > 0) & ~kl.isnan()
+    return KLState(coef=torch.where(known, coef * (1 + error * count / horizon), coef))

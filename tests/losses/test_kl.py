@@ -119,7 +119,7 @@ def test_controllers_at_the_edges():
     state = KLState(coef=0.3)
     assert losses.update_kl(state, 5.0, 100) is state
     assert losses.update_kl(state, math.nan, 0, kind="adaptive").coef.item() == 0.3
-    assert losses.update_kl(state, math.nan, 4, kind="adaptive").coef.isnan()
+    assert losses.update_kl(state, math.nan, 4, kind="adaptive").coef.item() == 0.3  # the next step has a number again
     assert tree.leaves_with_paths(state)[0][0] == ".coef"
     assert state.coef.dtype == torch.float64
     with pytest.raises(ValueError, match="'adaptive'"):
